@@ -6,8 +6,8 @@ compressed. It is found in the prefix cache if that is allowed, so that little o
 Another checkout of the plugin is measured with ``PYTHONPATH``.
 
 ``--share`` measures another thing: what share of the time compactions take while the requests generate, each with such
-a prompt and compressed anew after every ``--interval`` tokens. Requests come ``--apart`` steps apart; policies take
-turns, ``--repeats`` times.
+a prompt and compressed anew after every ``--interval`` tokens. Requests come ``--apart`` steps apart, and each one's
+budget is ``--wider`` entries larger than that of the one before; policies take turns, ``--repeats`` times.
 """
 
 import argparse
@@ -106,19 +106,21 @@ class Share:
 
 
 def share(
-    llm: Any, prompts: list[list[int]], compression: dict[str, Any], apart: int, clock: Callable[[], float]
+    llm: Any, prompts: list[list[int]], asked: list[dict[str, Any]], apart: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Milliseconds per step: of compactions, and in all."""
+    """Milliseconds per step: of compactions, and in all. asked: for each prompt's request."""
     from vllm import SamplingParams
 
     tokens = 160 + apart * len(prompts)
-    asked = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens, detokenize=False, extra_args=compression)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens, detokenize=False)
     engine, watch, num_tokens, num_steps, started = llm.llm_engine, Stopwatch(llm, clock), dict[str, int](), 0, 0.0
     waiting = {str(index): prompt for index, prompt in enumerate(prompts)}
     while max(num_tokens.values(), default=0) < tokens:
         if waiting and (apart == 0 or min(num_tokens.values(), default=apart) >= apart):
             for name in [*waiting][: None if apart == 0 else 1]:
-                engine.add_request(name, {"prompt_token_ids": waiting.pop(name)}, asked)
+                of_request = params.clone()
+                of_request.extra_args = asked[int(name)]
+                engine.add_request(name, {"prompt_token_ids": waiting.pop(name)}, of_request)
                 num_tokens[name] = 0
         for output in engine.step():
             num_tokens[output.request_id] = len(output.outputs[0].token_ids)
@@ -138,7 +140,8 @@ def shares(llm: Any, prompts: list[list[int]], arguments: argparse.Namespace) ->
     found: dict[str, list[tuple[float, float]]] = {policy: [] for policy in arguments.policies}
     for _ in track(range(arguments.repeats + 1), "turns"):
         for policy, times in found.items():
-            asked = compression(policy, budget=arguments.budget, interval=arguments.interval)
+            budgets = [arguments.budget + index * arguments.wider for index in range(len(prompts))]
+            asked = [compression(policy, budget=budget, interval=arguments.interval) for budget in budgets]
             times.append(share(llm, prompts, asked, arguments.apart, CLOCKS[arguments.clock]))
     return [
         Share(
@@ -159,6 +162,7 @@ def main() -> None:
     parser.add_argument("--share", action="store_true", help="what share of decoding compactions take")
     parser.add_argument("--interval", type=int, default=16, help="of --share")
     parser.add_argument("--apart", type=int, default=0, help="steps between its requests")
+    parser.add_argument("--wider", type=int, default=0, help="entries by which each one's budget is larger")
     parser.add_argument("--repeats", type=int, default=5, help="turns that count")
     add_shape(parser, head_size=64)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: beside other work")

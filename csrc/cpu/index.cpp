@@ -28,7 +28,6 @@ struct Counts {
   const int64_t* values;
   int64_t stride;
 
-  explicit Counts(const int64_t& one) : values(&one), stride(0) {}
   Counts(const char* name, const TensorView& counts, int64_t rows) {
     const Argument a(name, counts);
     values = a.contiguous({-1}).i64();
@@ -84,10 +83,10 @@ void top(const Kernels& kernels, const float* ranking, const uint8_t* is_protect
   mark(kernels, Ranking{ranking, nullptr, is_protected, is_live, n, 0, nullptr, mask}, rows, counts);
 }
 
-// mask: of the live entries, whose position is not negative, the `count` newest, and those before position `sinks`.
-void newest(const Kernels& kernels, const int64_t* positions, int64_t rows, int64_t n, const Counts& count,
+// mask: of the live entries, whose position is not negative, the `counts` newest, and those before position `sinks`.
+void newest(const Kernels& kernels, const int64_t* positions, int64_t rows, int64_t n, const Counts& counts,
             int64_t sinks, uint8_t* mask) {
-  largest(kernels, positions, rows, n, count, mask);
+  largest(kernels, positions, rows, n, counts, mask);
   for_rows(rows, n, [&](int64_t row) {
     const int64_t* p = positions + row * n;
     uint8_t* m = mask + row * n;
@@ -323,13 +322,17 @@ void split(const Kernels& kernels, Split s, int64_t layers) {
   });
 }
 
-// place: [rows, count]: index itself where 0 <= index < places, the others in order where there is room. False where a
-// row has several of one index, or too many.
-bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t places, int64_t* place) {
+// place: [rows, count]: index itself where it is below the row's number of places, the others in order where there is
+// room; -1 where index is less than that. False where a row has several of one index, or too many.
+bool free_places(const int64_t* index, int64_t rows, int64_t count, const Counts& counts, int64_t* place) {
   std::atomic<bool> valid{true};
-  for_rows(rows, std::max(count, places), [&](int64_t row) {
-    const int64_t* in = index + row * count;
+  for_rows(rows, count, [&](int64_t row) {
+    const int64_t *in = index + row * count, places = counts[row];
     int64_t *out = place + row * count, next = 0;
+    if (places < 0) {
+      valid = false;
+      return;
+    }
     std::vector<uint8_t> taken(places);
     for (int64_t i = 0; i < count; ++i)
       if (0 <= in[i] && in[i] < places) {
@@ -337,8 +340,8 @@ bool free_places(const int64_t* index, int64_t rows, int64_t count, int64_t plac
         taken[in[i]] = 1;
       }
     for (int64_t i = 0; i < count; ++i) {
-      out[i] = in[i];
-      if (0 <= in[i] && in[i] < places) continue;
+      out[i] = std::max<int64_t>(in[i], -1);
+      if (in[i] < -1 || (0 <= in[i] && in[i] < places)) continue;
       while (next < places && taken[next]) ++next;
       if (next == places) {
         valid = false;
@@ -544,11 +547,12 @@ void call_top(TensorView ranking, TensorView is_protected, TensorView is_live, T
       Counts("count", count, rows), out);
 }
 
-void call_newest(TensorView positions, int64_t count, int64_t sinks, TensorView mask) {
+void call_newest(TensorView positions, TensorView count, int64_t sinks, TensorView mask) {
   const Argument a("positions", positions);
   const int64_t* values = a.contiguous({-1, -1}).i64();
   const int64_t rows = a.size(0), n = a.size(1);
-  newest(current(), values, rows, n, Counts(count), sinks, Argument("mask", mask).contiguous({rows, n}).boolean());
+  newest(current(), values, rows, n, Counts("count", count, rows), sinks,
+         Argument("mask", mask).contiguous({rows, n}).boolean());
 }
 
 void call_in_place(TensorView mask, TensorView count, TensorView index) {
@@ -665,12 +669,12 @@ void call_split_budget(TensorView shares, int64_t total, int64_t least, int64_t 
         layers);
 }
 
-void call_free_places(TensorView index, int64_t places, TensorView place) {
+void call_free_places(TensorView index, TensorView num_places, TensorView place) {
   const Argument a("index", index);
   const int64_t* values = a.contiguous({-1, -1}).i64();
   int64_t* out = Argument("place", place).contiguous({a.size(0), a.size(1)}).i64();
-  KVM_CHECK(places >= 0 && free_places(values, a.size(0), a.size(1), places, out), ValueError)
-      << "index does not fit in " << places << " places";
+  KVM_CHECK(free_places(values, a.size(0), a.size(1), Counts("num_places", num_places, a.size(0)), out), ValueError)
+      << "index does not fit in its row's places";
 }
 
 void call_join_slots(TensorView keys, TensorView joining, TensorView source_weights, TensorView slot_weights,

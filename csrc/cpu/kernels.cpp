@@ -1414,14 +1414,14 @@ void fuse_rows_as(const Fuse& f, const FuseKeys& keys, const Q* q, int rows, con
       top = sink > top ? sink : top;
       if (top == -kInfinity) top = 0.0f;  // a query that sees nothing
       const VF tops = broadcast(top);
-      VF total[2] = {};
-      for (int64_t v = 0; v < width; v += 2 * kLanes)
-        for (int i = 0; i < 2; ++i) {
-          const VF weight = exp2((load(weights + v + i * kLanes) - tops) * exponent);
-          total[i] += weight;
-          store(weights + v + i * kLanes, weight);
-        }
-      const float sum = horizontal_sum(total[0] + total[1]) + exp2((broadcast(sink) - tops) * exponent)[0];
+      // One sum, so that it is the same to the last bit wherever dead entries lie between the others.
+      VF total = {};
+      for (int64_t v = 0; v < width; v += kLanes) {
+        const VF weight = exp2((load(weights + v) - tops) * exponent);
+        total += weight;
+        store(weights + v, weight);
+      }
+      const float sum = horizontal_sum(total) + exp2((broadcast(sink) - tops) * exponent)[0];
       x.shares[g] = sum == 0.0f ? 0.0f : 1.0f / sum;
     }
     for (int64_t v = 0; v < width; v += kLanes) {
@@ -1639,7 +1639,8 @@ void join_slots(const Join& x) {
   multiply(x.joining, m, columns, d, width, between);
   for (int64_t i = 0; i < m; ++i)
     for (int64_t slot = 0; slot < slots; ++slot)
-      products[i * slots + slot] = slot < x.num_slots ? of_slots[slot * width + i] : -kInfinity;
+      products[i * slots + slot] =
+          slot < x.num_slots && x.slot_weights[slot] > 0.0f ? of_slots[slot * width + i] : -kInfinity;
   for (int64_t i = 0; i < m; ++i) {
     const int64_t best = x.joined[i] = first_largest(products + i * slots, slots);
     const float weight = x.source_weights[i], total = x.slot_weights[best] += weight;

@@ -219,7 +219,7 @@ struct Join {
   const float* joining;         // [num_sources, head_size]
   const float* source_weights;  // [num_sources]
   int64_t num_slots, num_sources, head_size;
-  float* slot_weights;  // [num_slots] in and out
+  float* slot_weights;  // [num_slots] in and out; 0: there is no such slot
   int64_t* joined;      // [num_sources] out
   float* scratch;       // join_scratch(...) floats
 };

@@ -208,7 +208,8 @@ inline void check_slot(const PagedKVCache& cache, const int32_t* blocks, int64_t
 // in the blocks; negative: it does.
 inline Segments segments_of(const PagedKVCache& cache, const int32_t* blocks, int64_t num_blocks, int64_t front,
                             int64_t tail, int64_t seq_len, int64_t num_pages = -1) {
-  KVM_CHECK(0 <= front && front <= tail && tail <= seq_len, ValueError)
+  // Heads with pages of their own may have room in them for more than the sequence had tokens.
+  KVM_CHECK(0 <= front && (front <= tail || num_pages >= 0) && 0 <= tail && tail <= seq_len, ValueError)
       << "segments [0, " << front << ") and [" << tail << ", " << seq_len << ") are not in order";
   const int64_t bs = cache.block_size;
   KVM_CHECK((seq_len + bs - 1) / bs <= num_blocks, ValueError)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import cycle, pairwise
 from unittest.mock import patch
 
 import numpy as np
@@ -47,11 +47,11 @@ def batches() -> Iterator[list[int]]:
         yield found
 
 
-def stagger(engine: Engine, prompts: list[list[int]], steps: int, params: SamplingParams) -> list[list[int]]:
-    """Answers to requests that come ``steps`` apart."""
+def stagger(engine: Engine, prompts: list[list[int]], steps: int, *params: SamplingParams) -> list[list[int]]:
+    """Answers to requests that come ``steps`` apart. params: of each in turn."""
     core, answers = engine.llm.llm_engine, {}
-    for index, prompt in enumerate(prompts):
-        core.add_request(f"staggered {index}", {"prompt_token_ids": prompt}, params)
+    for index, (prompt, of_request) in enumerate(zip(prompts, cycle(params), strict=False)):
+        core.add_request(f"staggered {index}", {"prompt_token_ids": prompt}, of_request)
         for _ in range(steps):
             for output in core.step():
                 answers[output.request_id] = list(output.outputs[0].token_ids)
@@ -60,6 +60,23 @@ def stagger(engine: Engine, prompts: list[list[int]], steps: int, params: Sampli
             answers[output.request_id] = list(output.outputs[0].token_ids)
     engine.assert_empty()
     return [answers[f"staggered {index}"] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("policy", ["keepkv", "morphkv", "zsmerge", "weightedkv", "h2o", "tova"])
+def test_requests_of_unlike_budgets_come_to_be_one_batch(engine: Engine, policy: str, steps: int) -> None:
+    rng = np.random.default_rng(4)
+    prompts = [random_prompt(rng, num_tokens) for num_tokens in (160, 130, 170, 150)]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=100, ignore_eos=True, extra_args=compression(policy, budget=budget, interval=16)
+        )
+        for budget in (120, 64, 100, 77)
+    ]
+    alone = [engine.tokens([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
+    with batches() as found:
+        assert stagger(engine, prompts, steps, *params) == alone
+    assert found.count(4) >= 3, found
 
 
 @pytest.mark.parametrize("policy", ["keepkv", "morphkv", "streaming_llm"])

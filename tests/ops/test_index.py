@@ -53,11 +53,12 @@ def test_sinks_and_newest(operators, n):
     positions = torch.rand(3, n, generator=generator).argsort(1) + torch.tensor([[0], [2], [2**33]])
     positions[torch.rand(3, n, generator=generator) < 0.3] = -1
     positions[2] = -1
-    for count in {0, 1, n // 2, n, n + 1}:
+    for count in (0, 1, n // 2, n, n + 1, torch.tensor([n // 3, 0, n + 1])):
+        counts = count.tolist() if isinstance(count, torch.Tensor) else [count] * 3
         for num_sinks in (0, 3, n + 3):
             found = operators.newest(positions, count, num_sinks)
-            for mask, row in zip(found.tolist(), positions.tolist(), strict=True):
-                chosen = set(sorted(row)[max(0, n - count) :]) | set(range(num_sinks))
+            for mask, row, some in zip(found.tolist(), positions.tolist(), counts, strict=True):
+                chosen = set(sorted(row)[max(0, n - some) :]) | set(range(num_sinks))
                 assert mask == [p >= 0 and p in chosen for p in row]
 
 
@@ -190,8 +191,11 @@ def test_what_does_not_fit_raises():
         cpu.split_budget(torch.zeros(1, 2, 5), 7, 1, 3)
     with pytest.raises(ValueError, match="is_live must have shape"):
         cpu.top(torch.zeros(2, 3), mask, mask[:1], 1)
-    with pytest.raises(ValueError, match="does not fit in 2 places"):
+    with pytest.raises(ValueError, match="does not fit"):
         cpu.free_places(torch.tensor([[0, 1, 2]]), 2)
+    for counts in ([1, 2], [-1, 2]):
+        with pytest.raises(ValueError, match="does not fit"):
+            cpu.free_places(torch.tensor([[0, -1], [0, 1]]), torch.tensor(counts))
     with pytest.raises(ValueError, match="does not fit"):
         cpu.free_places(torch.tensor([[1, 1]]), 2)
     for index in ([0, 3], [1, 2, 3]):
@@ -267,6 +271,21 @@ def test_what_has_no_place_gets_a_free_one(operators, n):
             assert places == [i if 0 <= i < num_places else next(free) for i in row]
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_each_row_has_its_own_places_and_some_get_none(operators, n):
+    """As many indices get a place as the row has places for, the others of it are padding."""
+    generator = torch.Generator().manual_seed(n)
+    index = torch.rand(3, 2 * n, generator=generator).argsort(1)[:, :n]
+    index[torch.rand(3, n, generator=generator) < 0.2] = -1
+    counts = torch.tensor([0, n // 2, n])
+    padding = torch.rand(3, n, generator=generator).argsort(1) >= counts.unsqueeze(1)
+    index[padding] = -2
+    found = operators.free_places(index, counts)
+    for row, places, count in zip(index.tolist(), found.tolist(), counts.tolist(), strict=True):
+        free = iter(i for i in range(count) if i not in row)
+        assert places == [-1 if i == -2 else i if 0 <= i < count else next(free) for i in row]
+
+
 def test_a_gpu_is_not_waited_for():
     """By what each compaction does; how wide a list of unknown length has to be must be read."""
     mask = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)).argsort(1) < 20
@@ -274,6 +293,8 @@ def test_a_gpu_is_not_waited_for():
         kept = reference.in_place(mask, 20)
         left = reference.padded_nonzero(~mask, 44)
         reference.free_places(kept, 20)
+        reference.free_places(kept, torch.tensor([20, 19, 18]))
+        reference.newest(kept, torch.tensor([20, 19, 18]), 4)
     assert torch.equal(kept.sort(1).values, reference.padded_nonzero(mask)) and (left >= 0).all()
     with pytest.raises(AssertionError, match="waits"), Watch(Watch.WAITS):
         reference.padded_nonzero(mask)

@@ -58,12 +58,14 @@ WINDOW_SPECS = SlidingWindowSpec, ChunkedLocalAttentionSpec
 class Relocation:
     """Location of a compressed front: ids of its ``blocks``, and of the null blocks (``hole``) that follow them in the
     request's block table, up to the first block that the sequence still needs. num_freed: blocks that the pool
-    gains. windows: of the other groups of layers, if their keys are turned."""
+    gains. windows: of the other groups of layers, if their keys are turned. in_place: ``blocks`` begin the table
+    already."""
 
     blocks: list[int]
     hole: list[int]
     num_freed: int
     windows: list[WindowMove]
+    in_place: bool
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,7 @@ class MergeableAttentionManager(FullAttentionManager):
         self.block_pool.evict_blocks({block.block_id for block in lost})
         front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
         hole = [self._null_block] * (num_replaced - num_front_blocks)
+        in_place = all(block is before for block, before in zip(front, row, strict=False))
         row[:num_replaced] = front + hole
         blocks = [block.block_id for block in front]
         taken = set(blocks)
@@ -299,7 +302,7 @@ class MergeableAttentionManager(FullAttentionManager):
         self._still_read[request_id] = retired
         places = new_front.places if new_front.share_blocks else 0
         self.segments[request_id] = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
-        return Relocation(blocks, [block.block_id for block in hole], num_freed, moves)
+        return Relocation(blocks, [block.block_id for block in hole], num_freed, moves, in_place)
 
     def _windows_at(
         self, request_id: str, num_tokens: int

@@ -82,6 +82,7 @@ class CompressionPlan:
 
     Live entries are slots ``[0, front)`` and ``[tail, num_tokens)``; the result is ``new_front`` entries per head in
     slots ``[0, new_front)`` of ``blocks`` (ids), after which ``front = new_front`` and ``tail = num_tokens``.
+    in_place: ``blocks`` are those that the front lies in already, in their order.
     compression: the request's ``kv_compression`` as JSON text. budget: live entries per head, on average over layers
     and heads; ``new_front`` fits the largest share. share_blocks: blocks whose pages the heads' budgets are rounded to;
     0: they are as the policy has them. has_pages: heads get these pages, in ``blocks``, and places of ``new_front``
@@ -112,6 +113,7 @@ class CompressionPlan:
     new_front: int
     blocks: list[int]
     hole: list[int] = field(default_factory=list)
+    in_place: bool = False
     share_blocks: int = 0
     has_pages: bool = False
     may_shrink: bool = False

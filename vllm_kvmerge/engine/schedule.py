@@ -163,11 +163,15 @@ class RequestCompression:
         return max(self._count_at(segments, self.budget + self.interval), self.num_prompt_tokens)
 
     def batch(self, segments: Segments) -> Hashable:
-        """Equal for requests whose next compressions, as they generate, are of one shape; None: it is none of these."""
+        """Equal for requests whose next compressions, as they generate, can be one batch (``Compactor``); None: it is
+        none of these."""
         if not segments.are_compressed or self.is_in_context(segments) or self.config.refresh is not None:
             return None
         if self._next_over_budget(segments) is None:
             return None
+        policy, is_even = self.config.policy, segments.front == segments.num_places == self.budget
+        if is_even and policy.takes_padding and self.config.positions != "cache":
+            return policy, self.interval, self.budget.bit_length()
         return self.config.text, self.budget, self.interval, segments.front, segments.num_places
 
     def _count_at(self, segments: Segments, num_entries: int) -> int:

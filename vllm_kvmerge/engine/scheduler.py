@@ -826,6 +826,7 @@ class CompressionSchedulerMixin(Scheduler):
             new_front=new_front.places,
             blocks=relocation.blocks,
             hole=relocation.hole,
+            in_place=segments.are_compressed and relocation.in_place,
             share_blocks=new_front.share_blocks,
             has_pages=new_front.has_pages,
             may_shrink=new_front.may_shrink,

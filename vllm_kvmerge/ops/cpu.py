@@ -319,9 +319,9 @@ def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor
     return mask
 
 
-def newest(positions: Tensor, count: int, num_sinks: int) -> Tensor:
+def newest(positions: Tensor, count: int | Tensor, num_sinks: int) -> Tensor:
     mask = torch.empty(positions.shape, dtype=torch.bool)
-    _function("newest")(positions.contiguous(), count, num_sinks, mask)
+    _function("newest")(positions.contiguous(), _counts(count), num_sinks, mask)
     return mask
 
 
@@ -425,9 +425,9 @@ def split_budget(shares: Tensor, total: int, least: int, most: int) -> Tensor:
     return counts
 
 
-def free_places(index: Tensor, num_places: int) -> Tensor:
+def free_places(index: Tensor, num_places: int | Tensor) -> Tensor:
     place = torch.empty(index.shape, dtype=torch.int64)
-    _function("free_places")(index.contiguous(), num_places, place)
+    _function("free_places")(index.contiguous(), _counts(num_places), place)
     return place
 
 

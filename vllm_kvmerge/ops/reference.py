@@ -643,9 +643,9 @@ def top(ranking: Tensor, protected: Tensor, is_live: Tensor, count: int | Tensor
     return largest(ranking.masked_fill(protected, torch.inf).masked_fill(~is_live, -torch.inf), count)
 
 
-def newest(positions: Tensor, count: int, num_sinks: int) -> Tensor:
+def newest(positions: Tensor, count: int | Tensor, num_sinks: int) -> Tensor:
     """``[H, n]`` bool: of the live entries, whose position (``[H, n]`` int64) is not negative, the ``count`` of largest
-    position, and those of the first ``num_sinks`` tokens."""
+    position (see ``largest``), and those of the first ``num_sinks`` tokens."""
     return (positions >= 0) & (largest(positions, count) | (positions < num_sinks))
 
 
@@ -771,25 +771,33 @@ def split_budget(shares: Tensor, total: int, least: int, most: int) -> Tensor:
     return counts.scatter_add_(1, order % shares.shape[1], torch.ones_like(order))
 
 
-def free_places(index: Tensor, num_places: int) -> Tensor:
+def free_places(index: Tensor, num_places: int | Tensor) -> Tensor:
     """``[H, m]`` int64: ``index`` (``[H, m]`` int64, without repeats among these) where that is one of the
-    ``num_places`` places, and for the others, in order, the places that are free."""
-    stays = (index >= 0) & (index < num_places)
+    ``num_places`` places, and for the others, in order, the places that are free; -1 where ``index`` is below -1, which
+    gets none.
+
+    num_places: a number, or one for each head (``[H]`` int64), at most m.
+    """
+    counts, most = (num_places.unsqueeze(1), index.shape[1]) if isinstance(num_places, Tensor) else (num_places,) * 2
+    stays, goes = (index >= 0) & (index < counts), (index == -1) | (index >= counts)
     # An extra last place takes ignored elements.
-    free = torch.ones(len(index), num_places + 1, dtype=torch.bool, device=index.device)
-    free.scatter_(1, index.masked_fill(~stays, num_places), False)
-    rank = (~stays).cumsum(1) - 1
-    return torch.where(stays, index, padded_nonzero(free[:, :-1], num_places).gather(1, rank.clamp(min=0)))
+    free = torch.arange(most + 1, device=index.device).expand(len(index), -1) < counts
+    free = free.scatter(1, index.masked_fill(~stays, most), False)
+    rank = goes.cumsum(1) - 1
+    given = padded_nonzero(free[:, :-1], most).gather(1, rank.clamp(min=0))
+    return torch.where(stays, index, given.masked_fill(~goes, -1))
 
 
 def join_slots(keys: Tensor, joining: Tensor, source_weights: Tensor, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Joins sources to slots, which are means of keys: each in turn to that of largest k_r . k_t (ZSMerge eq. 6).
 
     keys: ``[H, s, d]`` float32, of the slots, and joining: ``[H, m, d]``, of the sources. source_weights: ``[H, m]``,
-    slot_weights: ``[H, s]`` float32: a slot's key moves as a source of weight w joins, by w / max(1, total weight).
+    slot_weights: ``[H, s]`` float32: a slot's key moves as a source of weight w joins, by w / max(1, total weight). A
+    slot of weight 0 is none, and nothing joins it while there are others.
     Returns ``[H, m]`` int64, the slot of each source, and the slots' weights then.
     """
     products, between = similarity.slot_products(keys, joining)
+    products = products.masked_fill((slot_weights == 0).unsqueeze(1), -torch.inf)
     total = slot_weights.clone()
     joined = torch.zeros(source_weights.shape, dtype=torch.int64, device=products.device)
     head = torch.arange(len(products), device=products.device)

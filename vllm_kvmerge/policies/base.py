@@ -88,6 +88,11 @@ class Part(BaseModel):
         Default: it reads no output projections, which take values of heads."""
         return not self.needs_output_weights
 
+    ignores_dead: ClassVar[bool] = False
+    """True if dead entries among the others change nothing in what becomes of these, to the last bit: nothing is summed
+    over entries in an order that depends on how many there are. If all parts of a policy do, and none is another
+    package's, requests of unlike shapes are compressed together, with dead entries added to the shorter ones."""
+
     token_fields: ClassVar[tuple[str, ...]] = ()
     """Names of parameters that are token ids, and for which a request may give a text."""
 
@@ -236,8 +241,8 @@ class Selector(Part):
     """True if importance must be made of probabilities, not of logits (``log_ema``)."""
 
     takes_shares: ClassVar[bool] = False
-    """True if neither method asks for ``context.budget`` or ``num_kept``, only for ``context.counts``: then heads with
-    different budgets are compressed together."""
+    """True if neither method asks for ``context.budget`` or ``num_kept``, only for ``context.own_budgets`` and
+    ``counts``: then heads with different budgets are compressed together."""
 
     pools_heads: ClassVar[bool] = False
     """True if ``select`` looks at all heads of a layer together (``context.heads.of_all_workers``)."""

@@ -107,6 +107,15 @@ class CompressionPolicy(BaseModel):
         """True if heads with different budgets are compressed together."""
         return self.selector.takes_shares and self.merger.takes_shares
 
+    @cached_property
+    def takes_padding(self) -> bool:
+        """True if requests of unlike shapes are compressed together, after the first time: all parts ``ignore_dead``.
+
+        A merger that reads queries does not: products of matrices may differ with their shapes."""
+        parts = self.tracker, self.selector, self.merger
+        ignore_dead = all(part.ignores_dead and not is_foreign(part) for part in parts)
+        return ignore_dead and self.selector.takes_shares and self._query_window_of(self.merger) == 0
+
     @property
     def parts(self) -> tuple[Part, ...]:
         return (self.tracker, self.allocator, self.selector, self.merger)
@@ -226,7 +235,7 @@ class CompressionPolicy(BaseModel):
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
         context = replace(context, min_budget=self.min_unprotected, tracker_mode=self.tracker.mode)
-        by_row = context.shares is not None and self.takes_shares
+        by_row = context.shares is not None and (self.takes_shares or context.is_padded)
         budgets = context.budgets if context.shares is None else context.shares
         if budgets is None:
             budgets = self.head_budgets(entries, context)
@@ -244,7 +253,8 @@ class CompressionPolicy(BaseModel):
                     some = replace(some, budget=budget)
                 if by_row:
                     counts = torch.tensor(some.shares, device="cpu")
-                    some = replace(some, row_counts=sent(counts, entries.positions.device))
+                    of_rows = sent(counts, entries.positions.device)
+                    some = replace(some, row_budgets=of_rows, row_fronts=of_rows if some.is_padded else None)
                 update = self._compress_rows(sources[-1], some)
                 parts.append(update if context.shares is None else update.extended(context.capacity))
                 may_pause(len(rows))
@@ -347,7 +357,8 @@ class CompressionPolicy(BaseModel):
         """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
         as there are entries, where budgets are ``context.shares``."""
         num_places = context.capacity if context.shares is None else context.budget
-        by_row = context.row_counts is not None
+        by_row = context.row_budgets is not None
+        has_layout = by_row and not context.is_padded
         if context.budget >= len(entries) and not by_row:
             update = CacheUpdate.unchanged(entries)
             return update if context.shares is not None else update.in_place(entries, num_places)
@@ -355,20 +366,29 @@ class CompressionPolicy(BaseModel):
         if not num_protected:
             context = self._with_slots(context)
             update = self._compress_unprotected(entries, context)
-            return update if by_row or context.num_kept == num_places else update.in_place(entries, num_places)
-        is_protected = within(self.protect, entries.positions)
-        others = self._compress_unprotected(
-            entries.without(is_protected), self._with_slots(context.beside(num_protected))
-        )
+            if has_layout or context.num_kept == num_places:
+                return update
+            return _placed(update, entries, num_places, 0, context)
+        is_protected, context = within(self.protect, entries.positions), self._with_slots(context.beside(num_protected))
+        others = self._compress_unprotected(entries.without(is_protected), context)
         # A dead entry that is kept for want of others may be one that is only hidden.
         others = others.without(~others.is_live)
         update = others.behind(entries, padded_nonzero(is_protected, num_protected))
-        return update if by_row else update.in_place(entries, num_places)
+        return update if has_layout else _placed(update, entries, num_places, num_protected, context)
 
     def _with_slots(self, context: CompressionContext) -> CompressionContext:
         """The same with the merger's part of the budget."""
-        num_slots = min(self.merger.num_slots(context.budget), context.budget - self.selector.min_budget)
-        return context if num_slots == context.num_slots else replace(context, num_slots=num_slots)
+        num_slots = self._num_slots(context.budget)
+        if num_slots == 0:
+            return context
+        row_slots = None
+        if context.row_budgets is not None and context.shares is not None:
+            counts = torch.tensor([self._num_slots(share) for share in context.shares], device="cpu")
+            row_slots = sent(counts, context.row_budgets.device)
+        return replace(context, num_slots=num_slots, row_slots=row_slots)
+
+    def _num_slots(self, budget: int) -> int:
+        return min(self.merger.num_slots(budget), budget - self.selector.min_budget)
 
     def _compress_unprotected(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
         """``context.budget`` places for each of these rows, filled as far as ``context.counts`` says."""
@@ -382,6 +402,10 @@ class CompressionPolicy(BaseModel):
             remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context)
         kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
+        if context.row_fronts is not None and not self.merger.takes_shares:
+            # Mergers are given as many of each row: dead ones of those that are there to make rows equally long.
+            behind = (context.row_fronts - context.counts).unsqueeze(1) + torch.arange(kept.shape[1], device=kept.device)
+            kept = torch.where(kept < 0, behind, kept)
         with blamed_on(self.merger):
             update = self.merger.merge(remaining, kept, importance, protected, context)
             if is_foreign(self.merger):
@@ -418,6 +442,20 @@ class CompressionPolicy(BaseModel):
             if is_foreign(self.selector):
                 check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
         return candidates, importance, protected
+
+
+def _placed(
+    update: CacheUpdate, entries: Entries, num_places: int, num_protected: int, context: CompressionContext
+) -> CacheUpdate:
+    """``update.in_place``. num_protected: places of the update before those of entries that the selector keeps."""
+    if context.row_fronts is None:
+        return update.in_place(entries, num_places)
+    place = torch.arange(update.num_places, device=update.kept.device)
+    slots = num_protected + context.num_kept
+    padding = (place >= num_protected + torch.as_tensor(context.counts).unsqueeze(1)) & (place < slots)
+    if context.row_slots is not None:
+        padding |= place >= slots + context.row_slots.unsqueeze(1)
+    return update.in_place(entries, num_places, context.row_fronts, padding)
 
 
 def _checked_budgets(budgets: Sequence[int] | Tensor, num_rows: int) -> list[int] | Tensor:

@@ -54,8 +54,9 @@ def by_position(entries: Entries) -> Tensor:
     return ops.by_position(entries.positions)
 
 
-def newest(entries: Entries, count: int, num_sinks: int = 0) -> Tensor:
-    """``[H, n]`` bool: the ``count`` live entries of largest position, and ``sinks`` of ``num_sinks`` tokens."""
+def newest(entries: Entries, count: int | Tensor, num_sinks: int = 0) -> Tensor:
+    """``[H, n]`` bool: the ``count`` live entries of largest position (a number, or ``[H]`` int64), and ``sinks`` of
+    ``num_sinks`` tokens."""
     return ops.newest(entries.positions, count, num_sinks)
 
 

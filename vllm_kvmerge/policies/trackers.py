@@ -41,6 +41,7 @@ class NoTracker(Tracker):
     name = "none"
     source = "positions alone decide"
     mode = ScoreMode.NONE
+    ignores_dead = True
 
     def importance(self, entries: Entries) -> Tensor:
         return torch.zeros_like(entries.scores)
@@ -59,6 +60,7 @@ class SumTracker(ScoringTracker):
     name = "sum"
     source = "H2O; ZSMerge eq. 5"
     mode = ScoreMode.SUM
+    ignores_dead = True
 
     decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor on the accumulated score at each query.")
 
@@ -84,6 +86,7 @@ class MeanTracker(ScoringTracker):
     name = "mean"
     source = "WeightedKV algorithm 1"
     mode = ScoreMode.MEAN
+    ignores_dead = True
 
     def importance(self, entries: Entries) -> Tensor:
         """-inf for an entry that no query has seen."""
@@ -105,6 +108,7 @@ class LogEmaTracker(ScoringTracker):
     name = "log_ema"
     source = "KeepKV eq. 8"
     mode = ScoreMode.LOG_EMA
+    ignores_dead = True
 
     ema_decay: EmaDecay = 0.9
 
@@ -223,6 +227,7 @@ class PredictedTracker(Tracker):
     source = "KVzap, arXiv:2601.07891"
     mode = ScoreMode.NONE
     predicts_scores = True
+    ignores_dead = True
 
     @property
     def prompt_window(self) -> ScoreWindow:

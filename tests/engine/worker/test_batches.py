@@ -30,13 +30,16 @@ class Worker:
         lengths: tuple[int, ...],
         dtype: torch.dtype = torch.bfloat16,
         num_blocks: int = NUM_BLOCKS,
+        budgets: tuple[int, ...] = (),
         **fields: Any,
     ) -> None:
+        """budgets: of each request; none: BUDGET."""
         self.generator = torch.Generator().manual_seed(0)
         window = {"window_size": 32} if policy == "kvzap" else {}  # by default it protects more than the budget
         self.text = json.dumps({"policy": policy, "budget": BUDGET, **window, **fields})
         self.config = parse_compression(self.text)
-        self.capacity = min(self.config.policy.allocator.capacity(BUDGET), *lengths)
+        allocator, budgets = self.config.policy.allocator, budgets or (BUDGET,) * len(lengths)
+        self.capacity = min(allocator.capacity(BUDGET), *lengths)
         elements = cell_bytes(HEAD_SIZE, dtype) // dtype.itemsize
         self.caches = [
             torch.randn(num_blocks, NUM_HEADS, BLOCK_SIZE, elements, generator=self.generator).to(dtype)
@@ -57,19 +60,22 @@ class Worker:
             rotation=rope(HEAD_SIZE),
         )
         free = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
-        self.first, self.second = [], []
-        for index, length in enumerate(lengths):
-            blocks = [free.pop() for _ in range(-(-(length + INTERVAL) // BLOCK_SIZE))]
-            front = blocks[: -(-self.capacity // BLOCK_SIZE)]
+        self.first, self.second, self.third = [], [], []
+        for index, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):
+            capacity = min(allocator.capacity(budget), *lengths)
+            blocks = [free.pop() for _ in range(-(-(length + 2 * INTERVAL) // BLOCK_SIZE))]
+            front = blocks[: -(-capacity // BLOCK_SIZE)]
             scores = PromptScores.empty(NUM_LAYERS, NUM_HEADS, length)
             scores.scores.copy_(torch.rand(scores.scores.shape, generator=self.generator))
             if self.config.policy.tracker.mode != ScoreMode.SUM:
                 scores.aux.fill_(4.0)
-            self.first.append(self._compaction(index, 0, 0, length, blocks, front, scores))
-            second = self._compaction(index, self.capacity, length, length + INTERVAL, blocks, front, None)
-            self.second.append(second)
+            tails = length, length + INTERVAL
+            segments = (0, 0, length), *((capacity, tail, tail + INTERVAL) for tail in tails)
+            for step, some in zip((self.first, self.second, self.third), segments, strict=True):
+                statistics = None if step is not self.first else scores
+                step.append(self._compaction(index, *some, capacity, budget, blocks, front, statistics))
 
-    def _compaction(self, index, front, tail, num_tokens, blocks, destination, scores) -> Compaction:
+    def _compaction(self, index, front, tail, num_tokens, capacity, budget, blocks, destination, scores) -> Compaction:
         window = self.config.policy.query_window
         ring = None
         if window:
@@ -77,7 +83,8 @@ class Worker:
             for layer in range(NUM_LAYERS):
                 queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
                 ring.write(layer, queries, num_tokens)
-        plan = CompressionPlan(str(index), self.text, front, tail, num_tokens, BUDGET, self.capacity, destination)
+        sizes = front, tail, num_tokens, budget, capacity
+        plan = CompressionPlan(str(index), self.text, *sizes, destination, in_place=front > 0)
         return Compaction(plan, self.config.policy, torch.tensor(blocks), scores, ring)
 
     @property
@@ -100,6 +107,24 @@ def test_requests_do_not_depend_on_each_other(policy):
         n = [one.num_entries for one in getattr(together, step)]
         assert n == (list(lengths) if step == "first" else [together.capacity + INTERVAL] * 4)
     assert all(sum(count) > 0 for count in counts)
+
+
+@pytest.mark.parametrize("budgets", [(50, 37, 63, 50), (100, 127, 65, 66)])
+@pytest.mark.parametrize("policy", PRESETS)
+def test_requests_of_unlike_shapes_are_one_batch(policy, budgets, monkeypatch):
+    """To the last bit what each would be alone, if padding with dead entries changes nothing for the policy."""
+    lengths = (150, 150, 190, 230)
+    together, alone = (Worker(policy, lengths, budgets=budgets) for _ in range(2))
+    made, make = [], Compactor._course
+    monkeypatch.setattr(Compactor, "_course", lambda self, some, *rest: made.append(len(some)) or make(self, some, *rest))
+    for step in ("first", "second", "third"):
+        one_by_one = [alone.compactor.run([one])[0] for one in getattr(alone, step)]
+        made.clear()
+        assert together.compactor.run(getattr(together, step)) == one_by_one
+        assert torch.equal(together.bytes, alone.bytes)
+        is_one = step != "first" and together.config.policy.takes_padding and together.capacity == BUDGET
+        assert made == [4] if is_one else len(made) >= len(set(budgets))
+    assert all(sum(count) > 0 for count in one_by_one)
 
 
 @pytest.mark.parametrize("num_parts", [3, 1000])

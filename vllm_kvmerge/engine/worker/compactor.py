@@ -107,6 +107,14 @@ class Compaction:
         return self.segments[0] == 0
 
     @property
+    def is_bounded(self) -> bool:
+        """True if the plan leaves as many entries as the last one did, where they lie, the same number in all heads, and
+        reads no more than these and the tokens since."""
+        plan, is_plain = self.plan, self.complete is None and self.rescoring is None and not self.moves_keys
+        is_even = plan.front == plan.new_front == plan.budget and not plan.share_blocks and self.pages is None
+        return plan.in_place and is_plain and is_even
+
+    @property
     def num_queries(self) -> int:
         """Number of the newest queries in ``ring`` that are read."""
         if self.ring is None:
@@ -173,7 +181,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Plans of one shape, which go through their policy together.
+    """Plans that go through their policy together, of one shape or padded to the longest, which is then the first.
 
     cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
     may still take; None: no limit. work: how far it has come. counts: ``Execution.counts``. num_rows: heads that are
@@ -205,6 +213,11 @@ class _Batch:
     @property
     def policy(self) -> CompressionPolicy:
         return self.compactions[0].policy
+
+    @property
+    def is_padded(self) -> bool:
+        """True if shapes differ: heads have pages of their own then, as far as operators know, of their own blocks."""
+        return any(one.plan.new_front != self.plan.new_front for one in self.compactions)
 
     @property
     def is_of_tokens(self) -> bool:
@@ -335,14 +348,14 @@ class Compactor:
             if begun is not None and index in begun:
                 continue
             plan = compaction.plan
-            sizes = compaction.num_entries, plan.budget, plan.new_front, compaction.num_queries
+            shape = *self._shape(compaction), compaction.num_queries
             # Each complete cache is an allocation of its own, so refreshes go one by one.
             source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
             layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
-            kind = id(compaction.policy), plan.settles_shares
-            # By the policy's text: parameters of another package's policy may not be hashable.
-            batches.setdefault((plan.compression, *kind, *sizes, *source, *layout), []).append(index)
-        courses += [(indices, self._course([compactions[index] for index in indices])) for indices in batches.values()]
+            batches.setdefault((*shape, *source, *layout, plan.settles_shares), []).append(index)
+        for indices in batches.values():
+            indices.sort(key=lambda index: -compactions[index].num_entries)
+            courses.append((indices, self._course([compactions[index] for index in indices])))
         counts, failures, pages, fronts, found = [], {}, {}, {}, {}
         for indices, course in courses:
             course.advance(1.0)
@@ -352,11 +365,24 @@ class Compactor:
             pages.update({indices[index]: deal.pages for index, deal in enumerate(batch.deals)})
             fronts.update({indices[index]: front for index, front in enumerate(batch.fronts)})
             found.update({indices[index]: one for index, one in enumerate(batch.found)})
-        in_order = counts[0]
-        if len(courses) > 1:
-            order = torch.tensor([index for indices, _ in courses for index in indices], dtype=torch.int64)
-            in_order = torch.cat(counts).index_select(0, sent(order.argsort(), self.device))
+        in_order, order = counts[0] if len(counts) == 1 else torch.cat(counts), [i for some, _ in courses for i in some]
+        if order != [*range(len(order))]:
+            places = torch.tensor(order, dtype=torch.int64).argsort()
+            in_order = in_order.index_select(0, sent(places, self.device))
         return Execution(in_order, failures, pages, fronts, found)
+
+    def _shape(self, compaction: Compaction) -> tuple[object, ...]:
+        """Equal for compactions that can be one batch, as far as policy and sizes count.
+
+        With dead entries the shorter ones become as long as the longest, up to twice as long. On a GPU sums of attention
+        are of tiles of entries, and would round otherwise.
+        """
+        plan, policy = compaction.plan, compaction.policy
+        is_exact = self.device.type == "cpu" or not policy.query_window
+        if compaction.is_bounded and is_exact and policy.takes_padding:
+            return policy, compaction.num_entries - plan.front, plan.front.bit_length()
+        # By the policy's text: parameters of another package's policy may not be hashable.
+        return plan.compression, id(policy), compaction.num_entries, plan.budget, plan.new_front
 
     def begin(self, compaction: Compaction, num_parts: int) -> Course:
         """A compaction that is to be executed in about ``num_parts`` parts, down to one KV head of one layer."""
@@ -395,7 +421,11 @@ class Compactor:
         policy = first.policy
         work.total += ANALYSIS * (policy.allocator.has_layer_statistic + bool(first.plan.share_blocks))
         counts = self._sent([[NO_COUNT if column == FEWEST else 0 for column in range(6)]] * len(compactions))
-        return _Batch(compactions, cost, time_left, work, counts, num_rows)
+        batch = _Batch(compactions, cost, time_left, work, counts, num_rows)
+        if batch.is_padded:
+            num_heads = len(self.layers) * self.num_kv_heads
+            batch.shares.extend([one.plan.budget] * num_heads for one in compactions)
+        return batch
 
     def _cost(self, policy: CompressionPolicy, shape: CostShape) -> Cost | PartError:
         """``_Batch.cost``. A request asks at every compression, most of which are of one shape."""
@@ -442,10 +472,14 @@ class Compactor:
             by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
             numbers = self._numbers(seq_layers)
-            tables = torch.tensor([one.plan.blocks for one in batch.compactions])
+            tables = _padded([torch.tensor(one.plan.blocks) for one in batch.compactions])
             blocks = sent(tables.index_select(0, numbers.requests), self.device)
             index = sent(numbers.by_head, self.device)
-            written = self._destinations(seq_layers, batch, rounds) if batch.deals else [(blocks, None)]
+            written: Iterable[tuple[Destination, Tensor | None]] = [(blocks, None)]
+            if batch.deals:
+                written = self._destinations(seq_layers, batch, rounds)
+            elif batch.is_padded and source.pages is not None:
+                written = [(source.pages, None)]
             for destination, heads in written:
                 _count(batch.counts, index, by_head, heads)
                 if batch.complete is None:
@@ -663,6 +697,15 @@ class Compactor:
             if heads.any():
                 yield pages.of_heads(heads), sent(heads.flatten(), self.device)
 
+    def _own_pages(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> HeadPages:
+        """Ordinary fronts, which stay where they are, as pages of heads."""
+        requests, layers, _ = self._numbers(seq_layers)
+        tables = _padded([torch.tensor(one.plan.blocks) for one in batch.compactions])
+        ids = tables.index_select(0, requests) * len(self.layers) + layers.unsqueeze(1)
+        ids = ids.unsqueeze(1) * self.num_kv_heads + torch.arange(self.num_kv_heads).unsqueeze(1)
+        fronts = torch.tensor([one.plan.new_front for one in batch.compactions]).index_select(0, requests)
+        return HeadPages(self.layers, ids, fronts.unsqueeze(1).repeat(1, self.num_kv_heads))
+
     def _head_pages(self, requests: list[HeadPages], seq_layers: list[_SequenceLayer]) -> HeadPages:
         """Those of sequence layers; ``requests``: those of each one's request."""
         layers = [one.layer for one in seq_layers]
@@ -773,6 +816,7 @@ class Compactor:
             rotation=self.rotation,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
             shares=shares,
+            is_padded=batch.is_padded,
             budgets=budgets,
             end=batch.plan.num_tokens if batch.plan.is_refresh else None,
         )
@@ -842,12 +886,16 @@ class Compactor:
             segments = torch.tensor([batch.compactions[0].segments] * len(seq_layers))
             return SequenceLayers(caches, torch.arange(len(seq_layers)), blocks, segments)
         tables, requests = [one.source_blocks for one in batch.compactions], self._numbers(seq_layers).requests
-        padded = tables[0].unsqueeze(0) if len(tables) == 1 else pad_sequence(tables, batch_first=True)
+        padded = _padded(tables)
         segments = torch.tensor([one.segments for one in batch.compactions]).index_select(0, requests)
         blocks = sent(padded, self.device).index_select(0, sent(requests, self.device))
+        if batch.is_padded:
+            segments[:, 0] = batch.plan.front
+            located = self._layers_of(seq_layers, blocks, segments)
+            return replace(located, pages=self._own_pages(seq_layers, batch))
         located = self._layers_of(seq_layers, blocks, segments)
-        pages = [some for one in seq_layers if (some := batch.compactions[one.request].pages) is not None]
-        return replace(located, pages=self._head_pages(pages, seq_layers)) if pages else located
+        of_requests = [some for one in seq_layers if (some := batch.compactions[one.request].pages) is not None]
+        return replace(located, pages=self._head_pages(of_requests, seq_layers)) if of_requests else located
 
     def _layers_of(
         self, seq_layers: list[_SequenceLayer], blocks: Tensor, segments: Tensor | None = None
@@ -862,6 +910,11 @@ class Compactor:
 
 
 R = TypeVar("R")
+
+
+def _padded(tables: list[Tensor]) -> Tensor:
+    """``[plans, blocks]``: block tables ``[blocks]``, the shorter ones followed by zeros."""
+    return tables[0].unsqueeze(0) if len(tables) == 1 else pad_sequence(tables, batch_first=True)
 
 
 def _count(counts: Tensor, index: Tensor, by_head: Tensor, heads: Tensor | None) -> None:

@@ -380,9 +380,10 @@ def join(
     slots = tl.arange(0, BLOCK_S)
     inside = slots < num_slots
     total = tl.load(totals + head * num_slots + slots, mask=inside, other=0.0)
+    exists = inside & (total > 0)
     base = products + head * num_sources * num_slots
     for i in range(0, num_sources):
-        row = tl.load(base + i * num_slots + slots, mask=inside, other=float("-inf"))
+        row = tl.load(base + i * num_slots + slots, mask=exists, other=float("-inf"))
         most = tl.max(row, 0)
         # If all products are NaN none is the largest, and the last slot is taken.
         slot = tl.min(tl.where((row == most) & inside, slots, num_slots - 1), 0)

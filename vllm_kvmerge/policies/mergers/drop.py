@@ -14,6 +14,7 @@ class DropMerger(Merger):
     source = "eviction"
     tracker_modes = frozenset(ScoreMode)
     takes_shares = True
+    ignores_dead = True
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext

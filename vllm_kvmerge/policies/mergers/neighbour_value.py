@@ -26,6 +26,7 @@ class NeighbourValueMerger(Merger):
     name = "neighbour_value"
     source = "WeightedKV, arXiv:2503.01330"
     tracker_modes = frozenset({ScoreMode.MEAN, ScoreMode.SUM})
+    ignores_dead = True
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext

@@ -108,6 +108,7 @@ class ZipMerger(Merger):
     name = "zip"
     source = "KeepKV, arXiv:2504.09936"
     tracker_modes = frozenset(ScoreMode)
+    ignores_dead = True
 
     merge_threshold: float = Field(
         0.8, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."

@@ -34,6 +34,7 @@ class Critical(WindowTopK):
     """
 
     name = "criticalkv"
+    ignores_dead = False
     source = "CriticalKV, arXiv:2502.03805"
     needs_output_weights = True
     needs_probabilities = True

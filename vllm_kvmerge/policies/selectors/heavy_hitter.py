@@ -20,6 +20,8 @@ class HeavyHitter(Selector):
     name = "h2o"
     source = "H2O, arXiv:2306.14048"
     needs_scores = True
+    takes_shares = True
+    ignores_dead = True
 
     num_sink_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
@@ -39,13 +41,15 @@ class HeavyHitter(Selector):
         return newest(entries, self._num_recent(context), self.num_sink_tokens)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        return top(importance, protected, entries, context.num_kept)
+        return top(importance, protected, entries, context.counts)
 
-    def _num_recent(self, context: CompressionContext) -> int:
+    def _num_recent(self, context: CompressionContext) -> int | Tensor:
         if self.recent_window is not None:
             return self.recent_window
-        room = context.num_kept - self.num_sink_tokens - 1
-        return max(1, min(int(self.recent_share * context.budget), room))
+        budget, room = context.own_budgets, context.counts - self.num_sink_tokens - 1
+        if isinstance(budget, int):
+            return max(1, min(int(self.recent_share * budget), room))
+        return (self.recent_share * budget.double()).long().minimum(room).clamp_(min=1)
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=2 * shape.num_entries, touches=30 * shape.num_entries)

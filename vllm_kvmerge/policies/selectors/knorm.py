@@ -17,6 +17,7 @@ class KeyNorm(RankedSelector):
     name = "knorm"
     source = "L2 norm, Devoto et al., arXiv:2406.11430"
     needs_scores = False
+    ignores_dead = True
 
     recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
 

@@ -21,6 +21,7 @@ class RandomKeep(RankedSelector):
     name = "random"
     source = "control"
     needs_scores = False
+    ignores_dead = True
 
     seed: int = Field(0, ge=0, lt=2**32, description="Of the random numbers.")
 

@@ -15,6 +15,7 @@ class Recent(Selector):
     source = "sliding-window attention; KeepKV table 2"
     needs_scores = False
     takes_shares = True
+    ignores_dead = True
 
     @property
     def min_budget(self) -> int:

@@ -36,6 +36,7 @@ class RecentQueries(RankedSelector):
     name = "morphkv"
     source = "MorphKV, arXiv:2503.00979"
     needs_scores = False
+    ignores_dead = True
 
     recent_window: int = Field(
         32, ge=1, le=MAX_QUERIES, description="Newest entries, always kept, whose queries rank the others."

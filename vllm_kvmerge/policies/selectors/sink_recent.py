@@ -17,6 +17,7 @@ class SinkRecent(Selector):
     source = "StreamingLLM, arXiv:2309.17453"
     needs_scores = False
     takes_shares = True
+    ignores_dead = True
 
     num_sink_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."

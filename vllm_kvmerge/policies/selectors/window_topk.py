@@ -20,6 +20,7 @@ class WindowTopK(Selector):
     source = "SnapKV, arXiv:2404.14469"
     needs_scores = True
     takes_shares = True
+    ignores_dead = True
 
     window_size: int = Field(32, ge=1, le=MAX_TOKENS, description="Newest entries, always kept.")
     kernel_size: KernelSize = Field(
