@@ -307,6 +307,7 @@ def test_members_join_the_slots_of_largest_product(operators, members, slots):
     keys, means = torch.randn(3, members, 24, generator=generator), torch.randn(3, slots, 24, generator=generator)
     weights = torch.randint(0, 4, (3, members), generator=generator).float()
     before = torch.randint(1, 9, (3, slots), generator=generator).float()
+    before[1, : slots // 2] = 0.0  # no such slots
     arguments = means, keys, weights, before
     copies = [tensor.clone() for tensor in arguments]
     joined, total = operators.join_slots(*arguments)
@@ -314,7 +315,8 @@ def test_members_join_the_slots_of_largest_product(operators, members, slots):
     means, expected = means.double(), before.clone()
     for head in range(3):
         for i in range(members):
-            slot = int((means[head] @ keys[head, i].double()).argmax())
+            products = (means[head] @ keys[head, i].double()).masked_fill(before[head] == 0, -torch.inf)
+            slot = int(products.argmax())
             assert joined[head, i] == slot
             expected[head, slot] += weights[head, i]
             means[head, slot] += weights[head, i] / expected[head, slot] * (keys[head, i] - means[head, slot])

@@ -137,6 +137,7 @@ def test_entries_join_the_slots_of_largest_product(operators, dtype, shape):
     slots, sources = index[:, : n // 3].sort(1).values, index[:, n // 3 : n // 2].clone()
     sources[:, 1:2] = -1
     before = torch.randint(1, 9, slots.shape, generator=maker.generator).float()
+    before[1, :3], slots[1, :3] = 0.0, -1  # no such slots
     weights = torch.randint(1, 4, sources.shape, generator=maker.generator).masked_fill(sources < 0, 0).float()
     joined, total = operators.join_entries(seq_layers(maker, s), slots, sources, weights, before)
     for head in range(3):
@@ -145,8 +146,8 @@ def test_entries_join_the_slots_of_largest_product(operators, dtype, shape):
             if source < 0:
                 continue
             key = s.keys[head, source].double()
-            slot, products = int(joined[head, i]), means @ key
-            assert products[slot] >= products.max() - 1e-4 * products.abs().max()
+            slot, products = int(joined[head, i]), (means @ key).masked_fill(before[head] == 0, -torch.inf)
+            assert products[slot] >= products.max() - 1e-4 * (means @ key).abs().max()
             expected[slot] += weights[head, i]
             means[slot] += weights[head, i] / expected[slot] * (key - means[slot])
         assert torch.equal(total[head], expected)

@@ -139,13 +139,14 @@ def run_all(
     triton.put(index, [votes, positions, *planes], [planes[0], index, *planes])
     for some in ((None, newest[:, 0]), (newest[:, 0], None), (newest[:, 0], newest[:, 0])):
         triton.overflowing(index, votes, *some, wide)
-    triton.newest(positions, 7, 4)
+    for count in (7, fronts.flatten()):
+        triton.newest(positions, count, 4)
+        triton.free_places(index, count)
     triton.line_up(positions, positions, votes, votes, 32)
     triton.list_joined(index, mask, 50)
     for own in (None, newest[:, 0]):
         triton.mix_in(newest[:, 0], index, planes[0], own)
     triton.empty_places(index, index, *planes)
-    triton.free_places(index, 50)
     weights = triton.attention_weights(newest, index, newest[:, 0], votes[:, :32], positions[:, :32], 0.1).flatten(1, 2)
     derivative = OutputDerivative(weights, newest[:, 0], newest.flatten(1, 2), 0.1, mask)
     triton.solve_outputs(newest.flatten(1, 2), derivative, 0.1, 1, 0.1)

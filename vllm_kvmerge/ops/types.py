@@ -365,6 +365,7 @@ class HeadPages:
     layers: Sequence[PagedKVCache]
     ids: Tensor
     fronts: Tensor
+    _sent: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def even(cls, num_layers: int, layer: int, num_kv_heads: int, blocks: Tensor) -> Tensor:
@@ -401,6 +402,12 @@ class HeadPages:
         then, for each row and head, its number of entries and its list."""
         lists = torch.cat([self.fronts.unsqueeze(2), self.ids], 2).flatten()
         return torch.cat([torch.tensor([self.ids.shape[2]]), lists]).int()
+
+    def table_on(self, device: torch.device) -> Tensor:
+        """``table`` on a device, where it is sent once."""
+        if device not in self._sent:
+            self._sent[device] = sent(self.table(), device)
+        return self._sent[device]
 
 
 @dataclass(frozen=True)

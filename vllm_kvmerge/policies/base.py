@@ -241,8 +241,8 @@ class Selector(Part):
     """True if importance must be made of probabilities, not of logits (``log_ema``)."""
 
     takes_shares: ClassVar[bool] = False
-    """True if neither method asks for ``context.budget`` or ``num_kept``, only for ``context.own_budgets`` and
-    ``counts``: then heads with different budgets are compressed together."""
+    """True if neither method asks for ``context.budget`` or ``num_kept`` where there are ``context.rows``, only for
+    these and ``context.counts``: then heads with different budgets are compressed together."""
 
     pools_heads: ClassVar[bool] = False
     """True if ``select`` looks at all heads of a layer together (``context.heads.of_all_workers``)."""

@@ -14,6 +14,7 @@ from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, Merger, Part, Selector, Tracker
 from vllm_kvmerge.policies.checks import check_count, check_tensor, check_update, is_foreign
+from vllm_kvmerge.policies.context import RowBudgets
 from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.errors import blamed_on
@@ -235,7 +236,7 @@ class CompressionPolicy(BaseModel):
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
         context = replace(context, min_budget=self.min_unprotected, tracker_mode=self.tracker.mode)
-        by_row = context.shares is not None and (self.takes_shares or context.is_padded)
+        by_row = self._goes_by_row(context)
         budgets = context.budgets if context.shares is None else context.shares
         if budgets is None:
             budgets = self.head_budgets(entries, context)
@@ -251,10 +252,6 @@ class CompressionPolicy(BaseModel):
                 some, budget = context.of_rows(rows), max(budgets[row] for row in rows)
                 if budget != some.budget:
                     some = replace(some, budget=budget)
-                if by_row:
-                    counts = torch.tensor(some.shares, device="cpu")
-                    of_rows = sent(counts, entries.positions.device)
-                    some = replace(some, row_budgets=of_rows, row_fronts=of_rows if some.is_padded else None)
                 update = self._compress_rows(sources[-1], some)
                 parts.append(update if context.shares is None else update.extended(context.capacity))
                 may_pause(len(rows))
@@ -357,35 +354,41 @@ class CompressionPolicy(BaseModel):
         """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
         as there are entries, where budgets are ``context.shares``."""
         num_places = context.capacity if context.shares is None else context.budget
-        by_row = context.row_budgets is not None
+        by_row = self._goes_by_row(context)
         has_layout = by_row and not context.is_padded
         if context.budget >= len(entries) and not by_row:
             update = CacheUpdate.unchanged(entries)
             return update if context.shares is not None else update.in_place(entries, num_places)
         num_protected = count_below(self.protect, context.num_covered)
         if not num_protected:
-            context = self._with_slots(context)
+            context = self._with_slots(context, entries)
             update = self._compress_unprotected(entries, context)
             if has_layout or context.num_kept == num_places:
                 return update
             return _placed(update, entries, num_places, 0, context)
-        is_protected, context = within(self.protect, entries.positions), self._with_slots(context.beside(num_protected))
+        is_protected = within(self.protect, entries.positions)
+        context = self._with_slots(context.beside(num_protected), entries, num_protected)
         others = self._compress_unprotected(entries.without(is_protected), context)
         # A dead entry that is kept for want of others may be one that is only hidden.
         others = others.without(~others.is_live)
         update = others.behind(entries, padded_nonzero(is_protected, num_protected))
         return update if has_layout else _placed(update, entries, num_places, num_protected, context)
 
-    def _with_slots(self, context: CompressionContext) -> CompressionContext:
-        """The same with the merger's part of the budget."""
+    def _with_slots(self, context: CompressionContext, entries: Entries, num_protected: int = 0) -> CompressionContext:
+        """The same with the merger's part of the budget, and of those of rows. num_protected: entries beside those that
+        the context is of."""
         num_slots = self._num_slots(context.budget)
-        if num_slots == 0:
-            return context
-        row_slots = None
-        if context.row_budgets is not None and context.shares is not None:
-            counts = torch.tensor([self._num_slots(share) for share in context.shares], device="cpu")
-            row_slots = sent(counts, context.row_budgets.device)
-        return replace(context, num_slots=num_slots, row_slots=row_slots)
+        if context.shares is None or not self._goes_by_row(context):
+            return context if num_slots == context.num_slots else replace(context, num_slots=num_slots)
+        budgets = torch.tensor(context.shares, device="cpu")
+        slots = torch.tensor([self._num_slots(share) for share in context.shares], device="cpu")
+        counts = sent(budgets - slots, entries.positions.device)
+        rows = RowBudgets(budgets, slots, counts, budgets + num_protected if context.is_padded else None)
+        return replace(context, num_slots=num_slots, rows=rows)
+
+    def _goes_by_row(self, context: CompressionContext) -> bool:
+        """True if rows with different budgets are compressed together."""
+        return context.shares is not None and (self.takes_shares or context.is_padded)
 
     def _num_slots(self, budget: int) -> int:
         return min(self.merger.num_slots(budget), budget - self.selector.min_budget)
@@ -402,10 +405,10 @@ class CompressionPolicy(BaseModel):
             remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context)
         kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
-        if context.row_fronts is not None and not self.merger.takes_shares:
-            # Mergers are given as many of each row: dead ones of those that are there to make rows equally long.
-            behind = (context.row_fronts - context.counts).unsqueeze(1) + torch.arange(kept.shape[1], device=kept.device)
-            kept = torch.where(kept < 0, behind, kept)
+        if context.rows is not None and context.rows.fronts is not None and not self.merger.takes_shares:
+            # Mergers are given as many of each row: from its count on, dead ones that make it as long as others.
+            first = sent((context.rows.fronts - context.rows.budgets + context.rows.slots).unsqueeze(1), kept.device)
+            kept = torch.where(kept < 0, first + torch.arange(context.num_kept, device=kept.device), kept)
         with blamed_on(self.merger):
             update = self.merger.merge(remaining, kept, importance, protected, context)
             if is_foreign(self.merger):
@@ -448,14 +451,15 @@ def _placed(
     update: CacheUpdate, entries: Entries, num_places: int, num_protected: int, context: CompressionContext
 ) -> CacheUpdate:
     """``update.in_place``. num_protected: places of the update before those of entries that the selector keeps."""
-    if context.row_fronts is None:
+    rows = context.rows
+    if rows is None or rows.fronts is None:
         return update.in_place(entries, num_places)
-    place = torch.arange(update.num_places, device=update.kept.device)
-    slots = num_protected + context.num_kept
-    padding = (place >= num_protected + torch.as_tensor(context.counts).unsqueeze(1)) & (place < slots)
-    if context.row_slots is not None:
-        padding |= place >= slots + context.row_slots.unsqueeze(1)
-    return update.in_place(entries, num_places, context.row_fronts, padding)
+    # Places that are there because other rows have more get none.
+    place, slots = torch.arange(update.num_places, device="cpu"), num_protected + context.num_kept
+    has_no_entry = place >= num_protected + (rows.budgets - rows.slots).unsqueeze(1)
+    padding = (has_no_entry & (place < slots)) | (place >= slots + rows.slots.unsqueeze(1))
+    device = entries.positions.device
+    return update.in_place(entries, num_places, sent(rows.fronts, device), sent(padding, device))
 
 
 def _checked_budgets(budgets: Sequence[int] | Tensor, num_rows: int) -> list[int] | Tensor:

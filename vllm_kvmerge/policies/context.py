@@ -83,6 +83,21 @@ class Queries:
 
 
 @dataclass(frozen=True)
+class RowBudgets:
+    """What each row keeps where that differs, ``[H]`` int64.
+
+    budgets: entries to keep, and slots: those of them that the merger fills itself, on the CPU. counts: what that
+    leaves the selector, on the entries' device. fronts: on the CPU, where rows are padded (``is_padded``): how many of
+    a row's first entries are its own.
+    """
+
+    budgets: Tensor
+    slots: Tensor
+    counts: Tensor
+    fronts: Tensor | None
+
+
+@dataclass(frozen=True)
 class CompressionContext:
     """All that a policy knows besides the entries. ``H``: sequence layers x KV heads, see ``Heads``.
 
@@ -94,8 +109,7 @@ class CompressionContext:
     them, for parts that take it (``Part.takes_cap``, ``Part.takes_sinks``).
     min_budget: fewest entries that any head of any layer can be given; set by the composition.
     num_slots: entries of the budget that the merger fills itself; set by the composition.
-    row_budgets: ``[H]`` int64, entries to keep of each row, where those differ and the selector ``takes_shares``, and
-    row_slots: those of them that the merger fills itself; set by the composition.
+    rows: what each row keeps, where that differs and the selector ``takes_shares``; set by the composition.
     tracker_mode: what the entries' statistics are; set by the composition.
     queries: the newest queries, if the policy reads some (``query_window``) and they are known.
     output_weights: ``[H, G, hidden, d]`` in the model's dtype, each query head's part of the output projection, if the
@@ -104,9 +118,8 @@ class CompressionContext:
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
     shares: each row's budget, if the allocator has been asked before; the entries then lie in as many first places.
-    is_padded: rows are of requests with unlike budgets. Of each row's first ``capacity`` entries all are dead but as many
-    as its share, ``row_fronts`` (``[H]`` int64, set by the composition), and the places of the others are to be what
-    they would be without these.
+    is_padded: rows are of requests with unlike budgets. Of each row's first ``capacity`` entries all but as many as its
+    share are dead, and places are to be what they would be without these.
     budgets: each row's budget, where the allocator is not to be asked and there are no shares.
     end: tokens that the entries stand for, where they are not all: a refresh may leave the newest as they are.
     """
@@ -120,8 +133,7 @@ class CompressionContext:
     softmax: Softmax = PLAIN_SOFTMAX
     min_budget: int = 0
     num_slots: int = 0
-    row_budgets: Tensor | None = None
-    row_slots: Tensor | None = None
+    rows: RowBudgets | None = None
     tracker_mode: ScoreMode = ScoreMode.NONE
     queries: Queries | None = None
     output_weights: Tensor | None = None
@@ -129,7 +141,6 @@ class CompressionContext:
     layer_statistics: Tensor | None = None
     shares: list[int] | None = None
     is_padded: bool = False
-    row_fronts: Tensor | None = None
     budgets: list[int] | None = None
     end: int | None = None
 
@@ -163,20 +174,12 @@ class CompressionContext:
     @property
     def counts(self) -> int | Tensor:
         """The same for a selector that ``takes_shares``: of all rows, or of each (``[H]`` int64)."""
-        if self.row_budgets is None:
-            return self.num_kept
-        return self.row_budgets if self.row_slots is None else self.row_budgets - self.row_slots
-
-    @property
-    def own_budgets(self) -> int | Tensor:
-        """``budget`` for a selector that ``takes_shares``: of all rows, or of each (``[H]`` int64)."""
-        return self.budget if self.row_budgets is None else self.row_budgets
+        return self.num_kept if self.rows is None else self.rows.counts
 
     def beside(self, num_entries: int) -> "CompressionContext":
         """The context of the other entries where so many of each row stay as they are."""
-        budgets = None if self.row_budgets is None else self.row_budgets - num_entries
         shares = self.shares and [share - num_entries for share in self.shares]
-        return replace(self, budget=self.budget - num_entries, row_budgets=budgets, shares=shares)
+        return replace(self, budget=self.budget - num_entries, shares=shares)
 
     def of_rows(self, rows: list[int]) -> "CompressionContext":
         """The context of some of the rows, once budgets are assigned."""

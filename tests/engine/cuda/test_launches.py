@@ -28,6 +28,14 @@ def test_compactions_while_generating(policy):
     assert not second.waits
 
 
+@pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv", "tova"])
+def test_unlike_budgets_are_one_batch(policy):
+    """A dozen kernels more than equal ones, for what differs by row."""
+    alike, unlike = (of_policy(policy, (150,) * 4, budgets=some)[1] for some in ((), (50, 40, 60, 33)))
+    assert sum(unlike.kernels.values()) - sum(alike.kernels.values()) <= 40, (alike.kernels, unlike.kernels)
+    assert not unlike.waits
+
+
 def test_launches_do_not_grow_with_requests():
     """But for the block tables that are put together, and queries and scores of prompts."""
     few, many = (of_policy("keepkv", lengths)[1].kernels for lengths in ((150, 150), (150,) * 5))

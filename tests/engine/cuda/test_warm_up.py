@@ -155,6 +155,13 @@ def test_compactions_compile_nothing_while_serving(policy, started):
         assert served and not served - started
 
 
+@pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv", "tova", "random"])
+def test_unlike_budgets_compile_nothing_while_serving(policy, started):
+    for budgets in ((50, 40, 60), (100, 99, 127)):
+        _, second = of_policy(policy, (150, 171, 190), budgets=budgets)
+        assert second.machine_codes and not second.machine_codes - started
+
+
 @pytest.mark.parametrize("policy", ["adakv", "d2o", "pyramidkv", "kvzip"])
 def test_pages_compile_nothing_while_serving(policy, started):
     """Fronts that get pages of their own, and such that have some."""

@@ -116,7 +116,9 @@ def test_requests_of_unlike_shapes_are_one_batch(policy, budgets, monkeypatch):
     lengths = (150, 150, 190, 230)
     together, alone = (Worker(policy, lengths, budgets=budgets) for _ in range(2))
     made, make = [], Compactor._course
-    monkeypatch.setattr(Compactor, "_course", lambda self, some, *rest: made.append(len(some)) or make(self, some, *rest))
+    monkeypatch.setattr(
+        Compactor, "_course", lambda self, some, *rest: made.append(len(some)) or make(self, some, *rest)
+    )
     for step in ("first", "second", "third"):
         one_by_one = [alone.compactor.run([one])[0] for one in getattr(alone, step)]
         made.clear()

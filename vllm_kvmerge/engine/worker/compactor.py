@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
 
@@ -108,8 +108,8 @@ class Compaction:
 
     @property
     def is_bounded(self) -> bool:
-        """True if the plan leaves as many entries as the last one did, where they lie, the same number in all heads, and
-        reads no more than these and the tokens since."""
+        """True if the plan leaves as many entries as the last one did, where they lie, the same number in all heads,
+        and reads no more than these and the tokens since."""
         plan, is_plain = self.plan, self.complete is None and self.rescoring is None and not self.moves_keys
         is_even = plan.front == plan.new_front == plan.budget and not plan.share_blocks and self.pages is None
         return plan.in_place and is_plain and is_even
@@ -181,7 +181,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Plans that go through their policy together, of one shape or padded to the longest, which is then the first.
+    """Plans that go through their policy together, of one shape or padded to the longest.
 
     cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
     may still take; None: no limit. work: how far it has come. counts: ``Execution.counts``. num_rows: heads that are
@@ -207,8 +207,12 @@ class _Batch:
 
     @property
     def plan(self) -> CompressionPlan:
-        """One of the plans, for what they have in common."""
-        return self.compactions[0].plan
+        """The longest of the plans, for what they have in common."""
+        return self.longest.plan
+
+    @cached_property
+    def longest(self) -> Compaction:
+        return max(self.compactions, key=lambda one: one.num_entries)
 
     @property
     def policy(self) -> CompressionPolicy:
@@ -354,7 +358,6 @@ class Compactor:
             layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
             batches.setdefault((*shape, *source, *layout, plan.settles_shares), []).append(index)
         for indices in batches.values():
-            indices.sort(key=lambda index: -compactions[index].num_entries)
             courses.append((indices, self._course([compactions[index] for index in indices])))
         counts, failures, pages, fronts, found = [], {}, {}, {}, {}
         for indices, course in courses:
@@ -374,8 +377,8 @@ class Compactor:
     def _shape(self, compaction: Compaction) -> tuple[object, ...]:
         """Equal for compactions that can be one batch, as far as policy and sizes count.
 
-        With dead entries the shorter ones become as long as the longest, up to twice as long. On a GPU sums of attention
-        are of tiles of entries, and would round otherwise.
+        With dead entries the shorter ones become as long as the longest, up to twice as long. On a GPU sums of
+        attention are of tiles of entries, and would round otherwise.
         """
         plan, policy = compaction.plan, compaction.policy
         is_exact = self.device.type == "cpu" or not policy.query_window
@@ -394,7 +397,7 @@ class Compactor:
 
     def _batch(self, compactions: list[Compaction], num_rows: int) -> _Batch:
         """On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
-        first, work, max_seconds = compactions[0], _Work(), self.max_seconds
+        first, work, max_seconds = max(compactions, key=lambda one: one.num_entries), _Work(), self.max_seconds
         shape = CostShape(
             num_entries=first.num_entries,
             budget=first.plan.budget,
@@ -472,14 +475,13 @@ class Compactor:
             by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
             numbers = self._numbers(seq_layers)
-            tables = _padded([torch.tensor(one.plan.blocks) for one in batch.compactions])
-            blocks = sent(tables.index_select(0, numbers.requests), self.device)
-            index = sent(numbers.by_head, self.device)
-            written: Iterable[tuple[Destination, Tensor | None]] = [(blocks, None)]
-            if batch.deals:
-                written = self._destinations(seq_layers, batch, rounds)
-            elif batch.is_padded and source.pages is not None:
-                written = [(source.pages, None)]
+            index, written = sent(numbers.by_head, self.device), list[tuple[Destination, Tensor | None]]()
+            if batch.is_padded and source.pages is not None:
+                blocks, written = source.blocks, [(source.pages, None)]
+            else:
+                tables = torch.tensor([one.plan.blocks for one in batch.compactions])
+                blocks = sent(tables.index_select(0, numbers.requests), self.device)
+                written = [*self._destinations(seq_layers, batch, rounds)] if batch.deals else [(blocks, None)]
             for destination, heads in written:
                 _count(batch.counts, index, by_head, heads)
                 if batch.complete is None:
@@ -562,7 +564,7 @@ class Compactor:
         num_layers, num_heads = len(self.layers), self.num_kv_heads
         of_layers = None
         try:
-            of_layers = policy.layer_budgets(plan.budget, batch.compactions[0].num_entries, num_layers)
+            of_layers = policy.layer_budgets(plan.budget, batch.longest.num_entries, num_layers)
         except PartError as error:
             batch.failed.update(dict.fromkeys(range(len(batch.compactions)), error))
         if of_layers is not None:
@@ -631,7 +633,7 @@ class Compactor:
     def _pooled_budgets(self, batch: _Batch) -> Generator[None, None, Tensor]:
         """The same of a policy that compares the heads of all layers."""
         policy, num_heads = batch.policy, self.num_kv_heads
-        shape = len(batch.compactions), len(self.layers) * num_heads, batch.compactions[0].num_entries
+        shape = len(batch.compactions), len(self.layers) * num_heads, batch.longest.num_entries
         masses = torch.empty(shape, device=self.device)
 
         def mass_of(seq_layers: list[_SequenceLayer]) -> Tensor:
@@ -760,7 +762,7 @@ class Compactor:
         if is_together and isinstance(batch.cost, Cost):
             restored = 0 if batch.complete is None else 2 * batch.plan.new_front * self.layers[0].head_size
             if batch.compactions[0].rescoring is not None:
-                restored += batch.compactions[0].num_entries * self.layers[0].head_size
+                restored += batch.longest.num_entries * self.layers[0].head_size
             if batch.moves_keys:
                 restored += MOVED_NUMBERS * batch.plan.new_front * self.layers[0].head_size
             size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * (batch.cost.numbers + restored)))

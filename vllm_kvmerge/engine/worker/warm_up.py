@@ -12,7 +12,7 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, Softmax
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.types import PageTables, cell_bytes
@@ -148,6 +148,13 @@ def compactions(
             first, plan=replace(plan, front=capacity, tail=PROMPT, num_tokens=PROMPT + INTERVAL), prompt_scores=None
         )
         _run(compactor, [first, second])
+        if policy.takes_padding:  # with another request's, which is shorter
+            budgets = capacity, capacity - 1
+            together = [
+                replace(second, plan=replace(second.plan, front=one, new_front=one, budget=one, in_place=True))
+                for one in budgets
+            ]
+            _run_together(compactor, together)
         if compactor.rotation is not None:
             _run(compactor, [replace(one, moves_keys=True) for one in (first, second)])
         if head_pages and (most != BUDGET or not policy.allocator.fills_budget):
@@ -174,10 +181,14 @@ def _run(compactor: Compactor, steps: list[Compaction]) -> None:
     """Compactions of one request, one after the other."""
     pages: HeadPages | None = None
     for step in steps:
-        done = compactor.execute([replace(step, pages=pages)])
-        for error in done.failures.values():  # policies that the model does not allow
-            logger.debug("Warming up: %s", error)
-        pages = done.pages.get(0)
+        pages = _run_together(compactor, [replace(step, pages=pages)]).pages.get(0)
+
+
+def _run_together(compactor: Compactor, step: list[Compaction]) -> Execution:
+    done = compactor.execute(step)
+    for error in done.failures.values():  # policies that the model does not allow
+        logger.debug("Warming up: %s", error)
+    return done
 
 
 def _read_entries(compactor: Compactor, blocks: Tensor, head_pages: bool) -> None:

@@ -26,7 +26,7 @@ def merge_entries(
         return sent(tensor, device).to(dtype).contiguous()
 
     def table(pages: HeadPages | None) -> Tensor | None:
-        return None if pages is None else sent(pages.table(), device)
+        return None if pages is None else pages.table_on(device)
 
     in_pages = isinstance(destination, HeadPages)
     *planes, positions = metadata

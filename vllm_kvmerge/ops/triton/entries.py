@@ -61,7 +61,7 @@ class _KernelArguments:
         return self.on_device(destination), None
 
     def _table(self, pages: HeadPages | None) -> Tensor | None:
-        return None if pages is None else self.on_device(pages.table())
+        return None if pages is None else pages.table_on(self.device)
 
     def on_device(self, tensor: Tensor) -> Tensor:
         return sent(tensor, self.device).contiguous()

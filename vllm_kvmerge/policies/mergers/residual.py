@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import ops
+from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import complement, inverse
@@ -55,7 +56,8 @@ class ResidualMerger(Merger):
         if context.at_prompt_end:
             slots = _average_runs(entries.take(complement(kept, len(entries))), context.num_slots)
         else:
-            slots = _absorb_one_by_one(entries, kept, context.num_slots, context.row_slots)
+            row_slots = None if context.rows is None else context.rows.slots
+            slots = _absorb_one_by_one(entries, kept, context.num_slots, row_slots)
         # Of dead slots too, whose metadata will be overwritten (``CacheUpdate.emptied``).
         slots = replace(slots, log_votes=self.alpha * torch.log(slots.aux))
         return slots.behind(entries, kept)
@@ -120,21 +122,21 @@ def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
     )
 
 
-def _absorb_one_by_one(
-    entries: Entries, kept: Tensor, num_slots: int, row_slots: Tensor | None = None
-) -> CacheUpdate:
+def _absorb_one_by_one(entries: Entries, kept: Tensor, num_slots: int, row_slots: Tensor | None = None) -> CacheUpdate:
     """``num_slots`` places per head: slots with the entries merged in that are not ``kept`` (ZSMerge eq. 6-7).
 
     In order of position, each founds a slot while there is room, and then joins the slot of largest k_r . k_t. Slots in
-    excess of ``num_slots`` join the others, with their weight. kept: ``[H, c]`` int64. row_slots: ``[H]`` int64, of each
-    head where those differ: others of its places are dead.
+    excess of ``num_slots`` join the others, with their weight. kept: ``[H, c]`` int64. row_slots: ``[H]`` int64 on the
+    CPU, those of each head where they differ: others of its places are dead.
     """
     n = len(entries)
     line = ops.line_up(inverse(kept, n), entries.positions, entries.aux, entries.scores, n - kept.shape[1])
     if row_slots is not None:
-        place, own = torch.arange(line[0].shape[1], device=kept.device), row_slots.unsqueeze(1)
+        place, own = torch.arange(line[0].shape[1], device="cpu"), row_slots.unsqueeze(1)
         behind = torch.where(place < num_slots, DEAD, place - num_slots + own)
-        line = ops.take(torch.where(place < own, place, behind), [*line], [DEAD, DEAD, 0.0, 0.0])
+        apart = sent(torch.where(place < own, place, behind), kept.device)
+        index, positions, weights, scores = ops.take(apart, [*line], [DEAD, DEAD, 0.0, 0.0])
+        line = index, positions, weights, scores
     (slots, newest, aux, sums), (sources, positions, weights, scores) = (
         [plane[:, part].contiguous() for plane in line] for part in (slice(num_slots), slice(num_slots, None))
     )

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
+from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, top
 from vllm_kvmerge.policies.registry import register
@@ -38,18 +39,23 @@ class HeavyHitter(Selector):
         return self.num_sink_tokens + (1 if self.recent_window is None else self.recent_window) + 1
 
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
-        return newest(entries, self._num_recent(context), self.num_sink_tokens)
+        num_recent = self._num_recent(context)
+        if isinstance(num_recent, Tensor):
+            num_recent = sent(num_recent, entries.positions.device)
+        return newest(entries, num_recent, self.num_sink_tokens)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return top(importance, protected, entries, context.counts)
 
     def _num_recent(self, context: CompressionContext) -> int | Tensor:
+        """Of all rows, or of each, on the CPU."""
         if self.recent_window is not None:
             return self.recent_window
-        budget, room = context.own_budgets, context.counts - self.num_sink_tokens - 1
-        if isinstance(budget, int):
-            return max(1, min(int(self.recent_share * budget), room))
-        return (self.recent_share * budget.double()).long().minimum(room).clamp_(min=1)
+        if context.rows is None:
+            room = context.num_kept - self.num_sink_tokens - 1
+            return max(1, min(int(self.recent_share * context.budget), room))
+        budgets, rooms = context.rows.budgets, context.rows.budgets - context.rows.slots - (self.num_sink_tokens + 1)
+        return (self.recent_share * budgets.double()).long().minimum(rooms).clamp_(min=1)
 
     def cost(self, shape: CostShape) -> Cost:
         return Cost(numbers=2 * shape.num_entries, touches=30 * shape.num_entries)
