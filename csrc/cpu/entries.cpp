@@ -357,8 +357,9 @@ void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers,
                for (int64_t r = 0; r < rows; ++r) {
                  const int64_t to = head * num_sources + first + r;
                  const bool none = counts[head] == 0;
+                 const float product = found[r] * lengths[r];  // no number if the source is none
                  similarity[to] =
-                     none ? -std::numeric_limits<float>::infinity() : std::min(1.0f, found[r] * lengths[r]);
+                     none || product != product ? -std::numeric_limits<float>::infinity() : std::min(1.0f, product);
                  best[to] = targets[head * num_targets + (none ? 0 : names[head * num_tiles * kTile + where[r]])];
                }
              });

@@ -63,7 +63,7 @@ def stagger(engine: Engine, prompts: list[list[int]], steps: int, *params: Sampl
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("policy", ["keepkv", "morphkv", "zsmerge", "weightedkv", "h2o", "tova"])
+@pytest.mark.parametrize("policy", ["keepkv", "morphkv", "zsmerge", "weightedkv", "h2o"])
 def test_requests_of_unlike_budgets_come_to_be_one_batch(engine: Engine, policy: str, steps: int) -> None:
     rng = np.random.default_rng(4)
     prompts = [random_prompt(rng, num_tokens) for num_tokens in (160, 130, 170, 150)]

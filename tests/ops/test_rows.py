@@ -153,6 +153,19 @@ def test_entries_join_the_slots_of_largest_product(operators, dtype, shape):
         assert torch.equal(total[head], expected)
 
 
+@pytest.mark.parametrize("num_targets", [3, 90])
+def test_a_key_that_is_no_number_is_similar_to_none(num_targets, operators):
+    """However many targets there are, which decides how it is found."""
+    maker, s = make(torch.float32, (37, 200, 231, 0))
+    rows = maker.randn(3, 1, 48).fill_(torch.nan)
+    operators.write_rows(seq_layers(maker, s), s.blocks[None], torch.full((3, 1), 4), rows, None)
+    targets = torch.arange(5, 5 + num_targets).clamp(max=s.keys.shape[1] - 1).expand(3, -1).contiguous()
+    sources = torch.full((3, 2), 4)
+    sources[:, 1] = 0
+    similarity, _ = operators.most_similar(seq_layers(maker, s), sources, targets, targets >= 0)
+    assert not (similarity[:, 0] >= -1).any() and (similarity[:, 1] >= -1).all()
+
+
 def test_of_equally_similar_carriers_the_first_is_taken(operators):
     maker, s = make(torch.float32, (37, 200, 231, 0))
     rows = maker.randn(3, 1, 48)

@@ -15,6 +15,7 @@ from vllm_kvmerge.ops.dispatch import implementation as implementation
 from vllm_kvmerge.ops.dispatch import implementations as implementations
 from vllm_kvmerge.ops.dispatch import in_place as in_place
 from vllm_kvmerge.ops.dispatch import inverse as inverse
+from vllm_kvmerge.ops.dispatch import is_native as is_native
 from vllm_kvmerge.ops.dispatch import join_entries as join_entries
 from vllm_kvmerge.ops.dispatch import join_slots as join_slots
 from vllm_kvmerge.ops.dispatch import keep_queries as keep_queries

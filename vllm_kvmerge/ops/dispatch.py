@@ -156,6 +156,11 @@ def implementations(cache: PagedKVCache | None = None) -> dict[str, str]:
     return descriptions
 
 
+def is_native(cache: PagedKVCache) -> bool:
+    """True if entries of a cache are compared and mixed by the CPU's own operators."""
+    return _implementation("most_similar", cache.device, cache)[0] is _module("native")
+
+
 def implementation(cache: PagedKVCache | None = None) -> str:
     """``implementations`` in a line: that of most operators, then operators with another."""
     table = implementations(cache)

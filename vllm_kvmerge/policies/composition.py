@@ -108,13 +108,12 @@ class CompressionPolicy(BaseModel):
         """True if heads with different budgets are compressed together."""
         return self.selector.takes_shares and self.merger.takes_shares
 
-    @cached_property
+    @property
     def takes_padding(self) -> bool:
         """True if requests of unlike shapes are compressed together, after the first time: all parts ``ignore_dead``.
 
         A merger that reads queries does not: products of matrices may differ with their shapes."""
-        parts = self.tracker, self.selector, self.merger
-        ignore_dead = all(part.ignores_dead and not is_foreign(part) for part in parts)
+        ignore_dead = all(part.ignores_dead and not is_foreign(part) for part in self.parts)
         return ignore_dead and self.selector.takes_shares and self._query_window_of(self.merger) == 0
 
     @property

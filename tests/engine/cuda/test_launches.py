@@ -28,7 +28,7 @@ def test_compactions_while_generating(policy):
     assert not second.waits
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv", "tova"])
+@pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv"])
 def test_unlike_budgets_are_one_batch(policy):
     """A dozen kernels more than equal ones, for what differs by row."""
     alike, unlike = (of_policy(policy, (150,) * 4, budgets=some)[1] for some in ((), (50, 40, 60, 33)))

@@ -155,7 +155,7 @@ def test_compactions_compile_nothing_while_serving(policy, started):
         assert served and not served - started
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv", "tova", "random"])
+@pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv", "random"])
 def test_unlike_budgets_compile_nothing_while_serving(policy, started):
     for budgets in ((50, 40, 60), (100, 99, 127)):
         _, second = of_policy(policy, (150, 171, 190), budgets=budgets)

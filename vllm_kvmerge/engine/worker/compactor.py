@@ -37,6 +37,7 @@ from vllm_kvmerge.policies.deadline import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
 from vllm_kvmerge.policies.indexing import in_place, largest
 from vllm_kvmerge.policies.pausing import Piece, in_pieces
+from vllm_kvmerge.policies.protection import count_below
 from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.shares import fitted_budgets
@@ -377,15 +378,22 @@ class Compactor:
     def _shape(self, compaction: Compaction) -> tuple[object, ...]:
         """Equal for compactions that can be one batch, as far as policy and sizes count.
 
-        With dead entries the shorter ones become as long as the longest, up to twice as long. On a GPU sums of
-        attention are of tiles of entries, and would round otherwise.
+        With dead entries the shorter ones become as long as the longest, up to twice as long.
         """
         plan, policy = compaction.plan, compaction.policy
-        is_exact = self.device.type == "cpu" or not policy.query_window
-        if compaction.is_bounded and is_exact and policy.takes_padding:
-            return policy, compaction.num_entries - plan.front, plan.front.bit_length()
+        num_protected = count_below(policy.protect, plan.num_tokens if plan.is_refresh else plan.seq_len)
+        if compaction.is_bounded and policy.takes_padding and self._is_exact(policy):
+            return policy, num_protected, compaction.num_entries - plan.front, plan.front.bit_length()
         # By the policy's text: parameters of another package's policy may not be hashable.
-        return plan.compression, id(policy), compaction.num_entries, plan.budget, plan.new_front
+        sizes = compaction.num_entries, plan.budget, plan.new_front
+        return plan.compression, id(policy), num_protected, *sizes
+
+    def _is_exact(self, policy: CompressionPolicy) -> bool:
+        """True if the operators that a policy uses round alike whatever the number of dead entries. PyTorch's products
+        of matrices need not, and on a GPU attention is added up by tiles of entries."""
+        if self.device.type == "cpu":
+            return (policy.takes_shares and not policy.query_window) or ops.is_native(self.layers[0])
+        return not policy.query_window
 
     def begin(self, compaction: Compaction, num_parts: int) -> Course:
         """A compaction that is to be executed in about ``num_parts`` parts, down to one KV head of one layer."""
@@ -511,9 +519,14 @@ class Compactor:
                 for some, result in results:
                     write(some, result, rounds)
                     del result  # before the next one is computed
-                if failed := [one for one in part if one.request in batch.failed]:
-                    newest = _newest(self._gather(failed, batch), batch.plan.new_front).finite(self.dtype)
-                    write(failed, newest, rounds)
+                for front in {one.plan.new_front for one in batch.compactions}:
+                    failed = [
+                        one
+                        for one in part
+                        if one.request in batch.failed and batch.compactions[one.request].plan.new_front == front
+                    ]
+                    if failed:
+                        write(failed, _newest(self._gather(failed, batch), front).finite(self.dtype), rounds)
                 work.done = before + share
                 yield
 

@@ -11,6 +11,7 @@ class Uniform(Allocator):
     """Every layer and head alike, but the first ``skip_layers`` keep all their tokens (MorphKV appendix A.6)."""
 
     name = "uniform"
+    ignores_dead = True
     source = "every layer and head alike"
     reads_attention = False
 

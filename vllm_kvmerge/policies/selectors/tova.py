@@ -21,7 +21,6 @@ class Tova(RankedSelector):
     needs_scores = True
     needs_probabilities = True
     pools_heads = True
-    ignores_dead = True
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         pooled = context.heads.of_all_workers(importance.masked_fill(~entries.is_live, 0.0)).mean(dim=1, keepdim=True)
