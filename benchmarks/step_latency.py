@@ -6,17 +6,20 @@ compressed. It is found in the prefix cache if that is allowed, so that little o
 Another checkout of the plugin is measured with ``PYTHONPATH``.
 
 ``--share`` measures another thing: what share of the time compactions take while the requests generate, each with such
-a prompt and compressed anew after every ``--interval`` tokens. Requests come ``--apart`` steps apart, and each one's
-budget is ``--wider`` entries larger than that of the one before; policies take turns, ``--repeats`` times.
+a prompt and compressed anew after every ``--interval`` tokens. Requests come ``--apart`` steps apart; policies take
+turns, ``--repeats`` times. Where each one's budget is ``--wider`` entries larger than that of the one before, a policy
+has another turn each time, in which every budget is a batch of its own.
 """
 
 import argparse
 import math
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from report import Spread, save, short
@@ -26,6 +29,7 @@ from vllm_side import CLOCKS, plugin_engine
 
 from vllm_kvmerge.engine import scheduler
 from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.policies import CompressionPolicy
 
 POLICIES = [
     *("snapkv", "keydiff", "adakv", "pyramidkv", "expected_attention", "zsmerge", "weightedkv", "asymkv", "kvmerger"),
@@ -137,19 +141,22 @@ def share(
 def shares(llm: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Share]:
     from vllm_kvmerge import compression
 
-    found: dict[str, list[tuple[float, float]]] = {policy: [] for policy in arguments.policies}
+    sides = [(policy, True) for policy in arguments.policies]
+    sides += [(policy, False) for policy in arguments.policies if arguments.wider]
+    found: dict[tuple[str, bool], list[tuple[float, float]]] = {side: [] for side in sorted(sides)}
     for _ in track(range(arguments.repeats + 1), "turns"):
-        for policy, times in found.items():
+        for (policy, is_padded), times in found.items():
             budgets = [arguments.budget + index * arguments.wider for index in range(len(prompts))]
             asked = [compression(policy, budget=budget, interval=arguments.interval) for budget in budgets]
-            times.append(share(llm, prompts, asked, arguments.apart, CLOCKS[arguments.clock]))
+            with nullcontext() if is_padded else patch.object(CompressionPolicy, "takes_padding", False):
+                times.append(share(llm, prompts, asked, arguments.apart, CLOCKS[arguments.clock]))
     return [
         Share(
-            policy,
+            policy if is_padded else f"{policy}, each a batch",
             Spread.of([100 * part / whole for part, whole in times[1:]]),  # the first turn fills the prefix cache
             Spread.of([whole for _, whole in times[1:]]),
         )
-        for policy, times in found.items()
+        for (policy, is_padded), times in found.items()
     ]
 
 

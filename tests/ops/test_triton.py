@@ -53,7 +53,7 @@ STACK = 16
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("thin", [149, pytest.param(41, marks=pytest.mark.gpu_code)])
+@pytest.mark.parametrize("thin", [298, pytest.param(41, marks=pytest.mark.gpu_code)])
 def test_everything_in_the_interpreter(thin):
     """Some cases of each test of all operators, and those of ``test_triton_interpreted`` and of the CUDA backend.
 
