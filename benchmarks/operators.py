@@ -290,7 +290,7 @@ def selections(caches: Caches) -> list[Case]:
         "padded_nonzero": (mask, kept),
         "by_position": (positions,),
         "inverse": (index, n),
-        "free_places": (index, kept),
+        "free_places": (index, index, kept),
         "take": (index, [ranking, positions], [0.0, -1]),
         "join_slots": (slots, joining, source_weights, weights),
     }

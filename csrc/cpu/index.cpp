@@ -322,26 +322,24 @@ void split(const Kernels& kernels, Split s, int64_t layers) {
   });
 }
 
-// place: [rows, count]: index itself where it is below the row's number of places, the others in order where there is
-// room; -1 where index is less than that. False where a row has several of one index, or too many.
-bool free_places(const int64_t* index, int64_t rows, int64_t count, const Counts& counts, int64_t* place) {
+// place: [rows, count]: index itself where it is one of so many places, the others in order where there is room; -1
+// where the position is negative. False where a row has several of one index, or too many.
+bool free_places(const int64_t* index, const int64_t* positions, int64_t rows, int64_t count, int64_t places,
+                 int64_t* place) {
   std::atomic<bool> valid{true};
   for_rows(rows, count, [&](int64_t row) {
-    const int64_t *in = index + row * count, places = counts[row];
+    const int64_t *in = index + row * count, *position = positions + row * count;
     int64_t *out = place + row * count, next = 0;
-    if (places < 0) {
-      valid = false;
-      return;
-    }
     std::vector<uint8_t> taken(places);
-    for (int64_t i = 0; i < count; ++i)
-      if (0 <= in[i] && in[i] < places) {
-        if (taken[in[i]]) valid = false;
-        taken[in[i]] = 1;
-      }
     for (int64_t i = 0; i < count; ++i) {
-      out[i] = std::max<int64_t>(in[i], -1);
-      if (in[i] < -1 || (0 <= in[i] && in[i] < places)) continue;
+      const bool stays = position[i] >= 0 && 0 <= in[i] && in[i] < places;
+      out[i] = stays ? in[i] : -1;
+      if (!stays) continue;
+      if (taken[in[i]]) valid = false;
+      taken[in[i]] = 1;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (position[i] < 0 || out[i] >= 0) continue;
       while (next < places && taken[next]) ++next;
       if (next == places) {
         valid = false;
@@ -669,12 +667,13 @@ void call_split_budget(TensorView shares, int64_t total, int64_t least, int64_t 
         layers);
 }
 
-void call_free_places(TensorView index, TensorView num_places, TensorView place) {
+void call_free_places(TensorView index, TensorView positions, int64_t num_places, TensorView place) {
   const Argument a("index", index);
   const int64_t* values = a.contiguous({-1, -1}).i64();
+  const int64_t* tokens = Argument("positions", positions).contiguous({a.size(0), a.size(1)}).i64();
   int64_t* out = Argument("place", place).contiguous({a.size(0), a.size(1)}).i64();
-  KVM_CHECK(free_places(values, a.size(0), a.size(1), Counts("num_places", num_places, a.size(0)), out), ValueError)
-      << "index does not fit in its row's places";
+  KVM_CHECK(num_places >= 0 && free_places(values, tokens, a.size(0), a.size(1), num_places, out), ValueError)
+      << "index does not fit in " << num_places << " places";
 }
 
 void call_join_slots(TensorView keys, TensorView joining, TensorView source_weights, TensorView slot_weights,

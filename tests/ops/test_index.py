@@ -192,12 +192,11 @@ def test_what_does_not_fit_raises():
     with pytest.raises(ValueError, match="is_live must have shape"):
         cpu.top(torch.zeros(2, 3), mask, mask[:1], 1)
     with pytest.raises(ValueError, match="does not fit"):
-        cpu.free_places(torch.tensor([[0, 1, 2]]), 2)
-    for counts in ([1, 2], [-1, 2]):
-        with pytest.raises(ValueError, match="does not fit"):
-            cpu.free_places(torch.tensor([[0, -1], [0, 1]]), torch.tensor(counts))
+        cpu.free_places(torch.tensor([[0, 1, 2]]), torch.tensor([[7, 8, 9]]), 2)
     with pytest.raises(ValueError, match="does not fit"):
-        cpu.free_places(torch.tensor([[1, 1]]), 2)
+        cpu.free_places(torch.tensor([[0, -1]]), torch.tensor([[7, 8]]), -1)
+    with pytest.raises(ValueError, match="does not fit"):
+        cpu.free_places(torch.tensor([[1, 1]]), torch.tensor([[7, 8]]), 2)
     for index in ([0, 3], [1, 2, 3]):
         with pytest.raises(IndexError, match="not among 3"):
             cpu.take(torch.tensor([index]), [torch.zeros(1, 3), torch.zeros(1, 4)], [0.0, 0.0])
@@ -262,28 +261,20 @@ def test_live_entries_are_counted(operators, n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_what_has_no_place_gets_a_free_one(operators, n):
+    """Unless it is dead: then it has none, and takes none from those behind it, however few there are."""
     generator = torch.Generator().manual_seed(n)
     index = torch.rand(3, 2 * n, generator=generator).argsort(1)[:, :n]
     index[torch.rand(3, n, generator=generator) < 0.1] = -1
-    for num_places in (n, n + 5):
-        for row, places in zip(index.tolist(), operators.free_places(index, num_places).tolist(), strict=True):
-            free = iter(i for i in range(num_places) if i not in row)
-            assert places == [i if 0 <= i < num_places else next(free) for i in row]
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_each_row_has_its_own_places_and_some_get_none(operators, n):
-    """As many indices get a place as the row has places for, the others of it are padding."""
-    generator = torch.Generator().manual_seed(n)
-    index = torch.rand(3, 2 * n, generator=generator).argsort(1)[:, :n]
-    index[torch.rand(3, n, generator=generator) < 0.2] = -1
-    counts = torch.tensor([0, n // 2, n])
-    padding = torch.rand(3, n, generator=generator).argsort(1) >= counts.unsqueeze(1)
-    index[padding] = -2
-    found = operators.free_places(index, counts)
-    for row, places, count in zip(index.tolist(), found.tolist(), counts.tolist(), strict=True):
-        free = iter(i for i in range(count) if i not in row)
-        assert places == [-1 if i == -2 else i if 0 <= i < count else next(free) for i in row]
+    positions = torch.randint(9, (3, n), generator=generator)
+    is_dead = torch.rand(3, n, generator=generator) < torch.tensor([[0.0], [0.3], [1.0]])
+    most = int((~is_dead).sum(1).max())
+    for num_places, dead in ((n, is_dead), (n + 5, is_dead), (most, is_dead), (n, is_dead & False)):
+        found = operators.free_places(index, positions.masked_fill(dead, -1), num_places)
+        for row, gone, places in zip(index.tolist(), dead.tolist(), found.tolist(), strict=True):
+            taken = {i for i, no in zip(row, gone, strict=True) if not no}
+            free = iter(i for i in range(num_places) if i not in taken)
+            expected = [-1 if no else i if 0 <= i < num_places else next(free) for i, no in zip(row, gone, strict=True)]
+            assert places == expected
 
 
 def test_a_gpu_is_not_waited_for():
@@ -292,8 +283,7 @@ def test_a_gpu_is_not_waited_for():
     with Watch(Watch.WAITS | {"__setitem__"}):
         kept = reference.in_place(mask, 20)
         left = reference.padded_nonzero(~mask, 44)
-        reference.free_places(kept, 20)
-        reference.free_places(kept, torch.tensor([20, 19, 18]))
+        reference.free_places(kept, kept, 20)
         reference.newest(kept, torch.tensor([20, 19, 18]), 4)
     assert torch.equal(kept.sort(1).values, reference.padded_nonzero(mask)) and (left >= 0).all()
     with pytest.raises(AssertionError, match="waits"), Watch(Watch.WAITS):

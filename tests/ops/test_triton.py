@@ -141,7 +141,7 @@ def run_all(
         triton.overflowing(index, votes, *some, wide)
     for count in (7, fronts.flatten()):
         triton.newest(positions, count, 4)
-        triton.free_places(index, count)
+    triton.free_places(index, positions, 7)
     triton.line_up(positions, positions, votes, votes, 32)
     triton.list_joined(index, mask, 50)
     for own in (None, newest[:, 0]):
@@ -391,7 +391,7 @@ def test_the_reference_says_where_its_tensors_are():
         reference.mix_in(found[:, :4], index[:, :4] % 4, ranking[:, :4], None)
         reference.overflowing(index[:, :4], ranking, found[:, :4], None, torch.float16)
         reference.inverse(reference.padded_nonzero(mask), 70)
-        reference.free_places(index[:, :20], 20)
+        reference.free_places(index[:, :20], index[:, :20], 20)
         reference.take(index, [ranking], [0.0])
         reference.empty_places(index, index, ranking, ranking, ranking)
         reference.split_budget(ranking[None], 60, 5, 50)

@@ -425,9 +425,9 @@ def split_budget(shares: Tensor, total: int, least: int, most: int) -> Tensor:
     return counts
 
 
-def free_places(index: Tensor, num_places: int | Tensor) -> Tensor:
+def free_places(index: Tensor, positions: Tensor, num_places: int) -> Tensor:
     place = torch.empty(index.shape, dtype=torch.int64)
-    _function("free_places")(index.contiguous(), _counts(num_places), place)
+    _function("free_places")(index.contiguous(), positions.contiguous(), num_places, place)
     return place
 
 

@@ -771,20 +771,18 @@ def split_budget(shares: Tensor, total: int, least: int, most: int) -> Tensor:
     return counts.scatter_add_(1, order % shares.shape[1], torch.ones_like(order))
 
 
-def free_places(index: Tensor, num_places: int | Tensor) -> Tensor:
-    """``[H, m]`` int64: ``index`` (``[H, m]`` int64, without repeats among these) where that is one of the
-    ``num_places`` places, and for the others, in order, the places that are free; -1 where ``index`` is below -1, which
-    gets none.
-
-    num_places: a number, or one for each head (``[H]`` int64), at most m.
-    """
-    counts, most = (num_places.unsqueeze(1), index.shape[1]) if isinstance(num_places, Tensor) else (num_places,) * 2
-    stays, goes = (index >= 0) & (index < counts), (index == -1) | (index >= counts)
+def free_places(index: Tensor, positions: Tensor, num_places: int) -> Tensor:
+    """``[H, m]`` int64: ``index`` (``[H, m]`` int64, without repeats of live ones) where that is one of the
+    ``num_places`` places, and for the others, in order, the places that are free; -1 for dead ones, whose position
+    (``[H, m]`` int64) is negative."""
+    is_live = positions >= 0
+    stays = is_live & (index >= 0) & (index < num_places)
+    goes = is_live & ~stays
     # An extra last place takes ignored elements.
-    free = torch.arange(most + 1, device=index.device).expand(len(index), -1) < counts
-    free = free.scatter(1, index.masked_fill(~stays, most), False)
+    free = torch.ones(len(index), num_places + 1, dtype=torch.bool, device=index.device)
+    free.scatter_(1, index.masked_fill(~stays, num_places), False)
     rank = goes.cumsum(1) - 1
-    given = padded_nonzero(free[:, :-1], most).gather(1, rank.clamp(min=0))
+    given = padded_nonzero(free[:, :-1], num_places).gather(1, rank.clamp(min=0))
     return torch.where(stays, index, given.masked_fill(~goes, -1))
 
 

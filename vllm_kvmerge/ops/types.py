@@ -144,14 +144,17 @@ def addresses_on(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def sent(tensor: Tensor, device: torch.device, out: Tensor | None = None) -> Tensor:
     """Copies a CPU tensor to the device without waiting for the device's earlier work; other tensors are returned.
 
-    From memory that is not pinned the driver copies at most some 64 KiB before it waits.
+    From memory that is not pinned the driver copies at most some 64 KiB before it waits. out: a tensor of the device to
+    copy to.
     """
-    if device.type == "cpu" or not tensor.is_cpu:
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type != "cpu" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+        if out is None:
+            return tensor.to(device, non_blocking=True)
+    return tensor if out is None else out.copy_(tensor, non_blocking=True)
 
 
 def stored(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -364,25 +364,24 @@ class CompressionPolicy(BaseModel):
             update = self._compress_unprotected(entries, context)
             if has_layout or context.num_kept == num_places:
                 return update
-            return _placed(update, entries, num_places, 0, context)
+            return update.in_place(entries, num_places)
         is_protected = within(self.protect, entries.positions)
-        context = self._with_slots(context.beside(num_protected), entries, num_protected)
+        context = self._with_slots(context.beside(num_protected), entries)
         others = self._compress_unprotected(entries.without(is_protected), context)
         # A dead entry that is kept for want of others may be one that is only hidden.
         others = others.without(~others.is_live)
         update = others.behind(entries, padded_nonzero(is_protected, num_protected))
-        return update if has_layout else _placed(update, entries, num_places, num_protected, context)
+        return update if has_layout else update.in_place(entries, num_places)
 
-    def _with_slots(self, context: CompressionContext, entries: Entries, num_protected: int = 0) -> CompressionContext:
-        """The same with the merger's part of the budget, and of those of rows. num_protected: entries beside those that
-        the context is of."""
+    def _with_slots(self, context: CompressionContext, entries: Entries) -> CompressionContext:
+        """The same with the merger's part of the budget, and of those of rows."""
         num_slots = self._num_slots(context.budget)
         if context.shares is None or not self._goes_by_row(context):
             return context if num_slots == context.num_slots else replace(context, num_slots=num_slots)
+        slots_of = {share: self._num_slots(share) for share in set(context.shares)}
         budgets = torch.tensor(context.shares, device="cpu")
-        slots = torch.tensor([self._num_slots(share) for share in context.shares], device="cpu")
-        counts = sent(budgets - slots, entries.positions.device)
-        rows = RowBudgets(budgets, slots, counts, budgets + num_protected if context.is_padded else None)
+        slots = torch.tensor([slots_of[share] for share in context.shares], device="cpu")
+        rows = RowBudgets(budgets, slots, sent(budgets - slots, entries.positions.device))
         return replace(context, num_slots=num_slots, rows=rows)
 
     def _goes_by_row(self, context: CompressionContext) -> bool:
@@ -404,10 +403,10 @@ class CompressionPolicy(BaseModel):
             remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context)
         kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
-        if context.rows is not None and context.rows.fronts is not None and not self.merger.takes_shares:
-            # Mergers are given as many of each row: from its count on, dead ones that make it as long as others.
-            first = sent((context.rows.fronts - context.rows.budgets + context.rows.slots).unsqueeze(1), kept.device)
-            kept = torch.where(kept < 0, first + torch.arange(context.num_kept, device=kept.device), kept)
+        if context.is_padded and not self.merger.takes_shares:
+            # Mergers are given as many of each row: of one that has fewer, the last of the dead ones behind its own.
+            behind = torch.arange(context.capacity, device=kept.device)[-context.num_kept :]
+            kept = torch.where(kept < 0, behind, kept)
         with blamed_on(self.merger):
             update = self.merger.merge(remaining, kept, importance, protected, context)
             if is_foreign(self.merger):
@@ -444,21 +443,6 @@ class CompressionPolicy(BaseModel):
             if is_foreign(self.selector):
                 check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
         return candidates, importance, protected
-
-
-def _placed(
-    update: CacheUpdate, entries: Entries, num_places: int, num_protected: int, context: CompressionContext
-) -> CacheUpdate:
-    """``update.in_place``. num_protected: places of the update before those of entries that the selector keeps."""
-    rows = context.rows
-    if rows is None or rows.fronts is None:
-        return update.in_place(entries, num_places)
-    # Places that are there because other rows have more get none.
-    place, slots = torch.arange(update.num_places, device="cpu"), num_protected + context.num_kept
-    has_no_entry = place >= num_protected + (rows.budgets - rows.slots).unsqueeze(1)
-    padding = (has_no_entry & (place < slots)) | (place >= slots + rows.slots.unsqueeze(1))
-    device = entries.positions.device
-    return update.in_place(entries, num_places, sent(rows.fronts, device), sent(padding, device))
 
 
 def _checked_budgets(budgets: Sequence[int] | Tensor, num_rows: int) -> list[int] | Tensor:

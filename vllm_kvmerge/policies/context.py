@@ -87,14 +87,12 @@ class RowBudgets:
     """What each row keeps where that differs, ``[H]`` int64.
 
     budgets: entries to keep, and slots: those of them that the merger fills itself, on the CPU. counts: what that
-    leaves the selector, on the entries' device. fronts: on the CPU, where rows are padded (``is_padded``): how many of
-    a row's first entries are its own.
+    leaves the selector, on the entries' device.
     """
 
     budgets: Tensor
     slots: Tensor
     counts: Tensor
-    fronts: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -109,17 +109,13 @@ class CacheUpdate:
         update = replace(self, kept=select(earlier.kept, self.kept))
         return update.write(places, view.keys_at(places), view.values_at(places), earlier.merged + self.merged)
 
-    def in_place(
-        self, entries: Entries, num_places: int, of_rows: Tensor | None = None, padding: Tensor | None = None
-    ) -> "CacheUpdate":
+    def in_place(self, entries: Entries, num_places: int) -> "CacheUpdate":
         """The same with ``num_places`` places, where entries stay in place if they can.
 
-        An entry whose index is a place gets that place; the others, in order, get the free ones. Remaining places are
-        empty, preferably where an empty entry lies already. of_rows: ``[H]`` int64, places of each row, beyond which
-        all are empty. padding: ``[H, C]`` bool, places of this update that get none.
+        A live entry whose index is a place gets that place; the others, in order, get the first free ones. Remaining
+        places are empty, preferably where an empty entry lies already.
         """
-        index = self.kept if padding is None else self.kept.masked_fill(padding, DEAD - 1)
-        place = ops.free_places(index, num_places if of_rows is None else of_rows)
+        place = ops.free_places(self.kept, self.positions, num_places)
         blanks = [DEAD, *BLANK.values()]
         kept, *metadata = ops.take(inverse(place, num_places), [self.kept, *self.metadata], blanks)
         length = min(num_places, len(entries))

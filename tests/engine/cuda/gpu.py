@@ -94,6 +94,8 @@ class SimulatedGPU(TorchFunctionMode):
             target = next((x for x in (*args[1:], kwargs.get("device")) if isinstance(x, (torch.device, str))), None)
             if target is not None:
                 return self._sent(args[0], torch.device(target), args, kwargs)
+        if name == "copy_" and of_gpu and isinstance(args[1], Pinned):
+            args = args[0], args[1].as_subclass(torch.Tensor), *args[2:]
         if kwargs.get("device") is not None and torch.device(kwargs["device"]) == GPU:
             kwargs["device"] = "cpu"
             return function(*args, **kwargs).as_subclass(OnGPU)

@@ -16,7 +16,6 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -38,7 +37,7 @@ from vllm_kvmerge.engine.attention.rows import BatchRow, KeptQueries, QueryReade
 from vllm_kvmerge.engine.support import CUDA_HEAD_SIZES, QUANTISED, UnsupportedConfigError, has_states
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, keep_queries, paged_attention, write_tokens
 from vllm_kvmerge.ops.triton.plan import KEPT_ROWS
-from vllm_kvmerge.ops.types import PageTables, addresses_on
+from vllm_kvmerge.ops.types import PageTables, addresses_on, sent
 
 logger = init_logger(__name__)
 
@@ -104,7 +103,7 @@ class GraphBatchBuffers:
             assert common.seq_lens_cpu_upper_bound is not None  # see ``seq_len_of``
             lens = common.seq_lens_cpu_upper_bound.tolist()
             kept[list(rings)] = [ring.address(lens[index] - 1) for index, ring in rings.items()]
-        async_tensor_h2d(buffer, out=self._buffer)
+        sent(torch.from_numpy(buffer), self._buffer.device, out=self._buffer)
 
 
 def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> AttentionBatch:
@@ -112,7 +111,7 @@ def _select(batch: AttentionBatch, rows: np.ndarray, max_query_len: int) -> Atte
     first, last = int(rows[0]), int(rows[-1])
     if last - first == len(rows) - 1:
         return batch.map(lambda tensor: tensor[first : last + 1], max_query_len)
-    index = async_tensor_h2d(rows, device=batch.seq_lens.device)
+    index = sent(torch.from_numpy(rows), batch.seq_lens.device)
     return batch.map(lambda tensor: tensor.index_select(0, index), max_query_len)
 
 
@@ -234,7 +233,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         """Where the newest queries of rows with rings go."""
         if common.max_query_len <= 1:  # a captured graph may run
             return KeptQueries(self._buffers.kept[: common.num_reqs])
-        both = async_tensor_h2d(np.stack(newest_in_rings(rows, common)), device=self.device)
+        both = sent(torch.from_numpy(np.stack(newest_in_rings(rows, common))), self.device)
         return KeptQueries(both[1], both[0])
 
 

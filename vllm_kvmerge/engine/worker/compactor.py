@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -219,7 +219,7 @@ class _Batch:
     def policy(self) -> CompressionPolicy:
         return self.compactions[0].policy
 
-    @property
+    @cached_property
     def is_padded(self) -> bool:
         """True if shapes differ: heads have pages of their own then, as far as operators know, of their own blocks."""
         return any(one.plan.new_front != self.plan.new_front for one in self.compactions)
@@ -482,14 +482,13 @@ class Compactor:
             update = result.update
             by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
-            numbers = self._numbers(seq_layers)
-            index, written = sent(numbers.by_head, self.device), list[tuple[Destination, Tensor | None]]()
-            if batch.is_padded and source.pages is not None:
-                blocks, written = source.blocks, [(source.pages, None)]
-            else:
-                tables = torch.tensor([one.plan.blocks for one in batch.compactions])
-                blocks = sent(tables.index_select(0, numbers.requests), self.device)
-                written = [*self._destinations(seq_layers, batch, rounds)] if batch.deals else [(blocks, None)]
+            index = sent(self._numbers(seq_layers).by_head, self.device)
+            blocks = source.blocks if batch.is_padded else sent(self._new_blocks(seq_layers, batch), self.device)
+            written: Iterable[tuple[Destination, Tensor | None]] = [(blocks, None)]
+            if batch.deals:
+                written = self._destinations(seq_layers, batch, rounds)
+            elif batch.is_padded and source.pages is not None:
+                written = [(source.pages, None)]
             for destination, heads in written:
                 _count(batch.counts, index, by_head, heads)
                 if batch.complete is None:
@@ -519,14 +518,12 @@ class Compactor:
                 for some, result in results:
                     write(some, result, rounds)
                     del result  # before the next one is computed
-                for front in {one.plan.new_front for one in batch.compactions}:
-                    failed = [
-                        one
-                        for one in part
-                        if one.request in batch.failed and batch.compactions[one.request].plan.new_front == front
-                    ]
-                    if failed:
-                        write(failed, _newest(self._gather(failed, batch), front).finite(self.dtype), rounds)
+                failed: dict[int, list[_SequenceLayer]] = {}
+                for one in part:
+                    if one.request in batch.failed:
+                        failed.setdefault(batch.compactions[one.request].plan.new_front, []).append(one)
+                for front, some in failed.items():
+                    write(some, _newest(self._gather(some, batch), front).finite(self.dtype), rounds)
                 work.done = before + share
                 yield
 
@@ -715,8 +712,7 @@ class Compactor:
     def _own_pages(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> HeadPages:
         """Ordinary fronts, which stay where they are, as pages of heads."""
         requests, layers, _ = self._numbers(seq_layers)
-        tables = _padded([torch.tensor(one.plan.blocks) for one in batch.compactions])
-        ids = tables.index_select(0, requests) * len(self.layers) + layers.unsqueeze(1)
+        ids = self._new_blocks(seq_layers, batch) * len(self.layers) + layers.unsqueeze(1)
         ids = ids.unsqueeze(1) * self.num_kv_heads + torch.arange(self.num_kv_heads).unsqueeze(1)
         fronts = torch.tensor([one.plan.new_front for one in batch.compactions]).index_select(0, requests)
         return HeadPages(self.layers, ids, fronts.unsqueeze(1).repeat(1, self.num_kv_heads))
@@ -911,6 +907,11 @@ class Compactor:
         located = self._layers_of(seq_layers, blocks, segments)
         of_requests = [some for one in seq_layers if (some := batch.compactions[one.request].pages) is not None]
         return replace(located, pages=self._head_pages(of_requests, seq_layers)) if of_requests else located
+
+    def _new_blocks(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Tensor:
+        """``[U, blocks]`` on the CPU, those that plans write to."""
+        tables = _padded([torch.tensor(one.plan.blocks) for one in batch.compactions])
+        return tables.index_select(0, self._numbers(seq_layers).requests)
 
     def _layers_of(
         self, seq_layers: list[_SequenceLayer], blocks: Tensor, segments: Tensor | None = None

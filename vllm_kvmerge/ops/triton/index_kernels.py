@@ -249,19 +249,18 @@ def blank_places(
 
 
 @for_any("num_listed", "num_places")
-def fill_places(index, taken, free, counts, out, num_listed, most_places, BLOCK: tl.constexpr):
-    """``reference.free_places``. taken: zeros, a byte for each place. free: room for as many numbers. counts: places of
-    each row; None: all have ``most_places``. Grid: rows."""
+def fill_places(index, positions, taken, free, out, num_listed, num_places, BLOCK: tl.constexpr):
+    """``reference.free_places``. taken: zeros, a byte for each place. free: room for as many numbers. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
-    num_places = most_places
-    if counts is not None:
-        num_places = tl.load(counts + row).to(tl.int32)
-    taken, free = taken + row * most_places, free + row * most_places
+    index, positions, out = index + row * num_listed, positions + row * num_listed, out + row * num_listed
+    taken, free = taken + row * num_places, free + row * num_places
     for start in range(0, num_listed, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        number = tl.load(index + row * num_listed + place, mask=place < num_listed, other=-1)
+        inside = place < num_listed
+        number = tl.load(index + place, mask=inside, other=-1)
+        live = tl.load(positions + place, mask=inside, other=-1) >= 0
         one = tl.full([BLOCK], 1, tl.uint8)
-        tl.store(taken + number, one, mask=(number >= 0) & (number < num_places))
+        tl.store(taken + number, one, mask=live & (number >= 0) & (number < num_places))
     tl.debug_barrier()
     count = tl.zeros([1], tl.int32)
     for start in range(0, num_places, BLOCK):
@@ -275,12 +274,12 @@ def fill_places(index, taken, free, counts, out, num_listed, most_places, BLOCK:
     for start in range(0, num_listed, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < num_listed
-        number = tl.load(index + row * num_listed + place, mask=inside, other=-1)
-        goes = inside & ((number == -1) | (number >= num_places))
+        number = tl.load(index + place, mask=inside, other=-1)
+        live = tl.load(positions + place, mask=inside, other=-1) >= 0
+        goes = live & ((number < 0) | (number >= num_places))
         at = seen + tl.cumsum(goes.to(tl.int32), 0) - 1
         given = tl.load(free + at, mask=goes, other=-1)
-        number = tl.where(goes, given, tl.maximum(number, -1))
-        tl.store(out + row * num_listed + place, number, mask=inside)
+        tl.store(out + place, tl.where(goes, given, tl.where(live, number, -1)), mask=inside)
         seen += tl.sum(goes.to(tl.int32), 0)
 
 

@@ -133,15 +133,15 @@ def empty_places(
     return out_kept, planes[0], planes[1], planes[2]
 
 
-def free_places(index: Tensor, num_places: int | Tensor) -> Tensor:
+def free_places(index: Tensor, positions: Tensor, num_places: int) -> Tensor:
     out = torch.empty(index.shape, dtype=torch.int64, device=index.device)
     if out.numel():
-        counts, most = (num_places, index.shape[1]) if isinstance(num_places, Tensor) else (None, num_places)
-        taken = torch.zeros(len(index), most, dtype=torch.uint8, device=index.device)
-        free = torch.empty(len(index), most, dtype=torch.int64, device=index.device)
+        taken = torch.zeros(len(index), num_places, dtype=torch.uint8, device=index.device)
+        free = torch.empty(len(index), num_places, dtype=torch.int64, device=index.device)
         index_kernels.fill_places[(len(out),)](
-            index.contiguous(), taken, free, counts, out, index.shape[1], most, BLOCK=BLOCK, num_warps=4
-        )
+            index.contiguous(), positions.contiguous(), taken, free, out, index.shape[1], num_places,
+            BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
     return out
 
 
