@@ -429,8 +429,10 @@ class CompressionPolicy(BaseModel):
 
     def _rank(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor, Tensor]:
         """The entries that the selector may keep, the importance of all entries, and the mask of protected ones."""
-        with blamed_on(self.merger):
-            candidates = entries.without(self.merger.is_slot(entries)) if context.num_slots else entries
+        candidates = entries
+        if context.num_slots and not context.at_prompt_end:  # before, there are no slots
+            with blamed_on(self.merger):
+                candidates = entries.without(self.merger.is_slot(entries))
         with blamed_on(self.tracker):
             importance = self.tracker.importance(entries)
             if is_foreign(self.tracker):

@@ -37,6 +37,7 @@ from vllm_kvmerge.ops.triton.indexing import (
     list_joined,
     mix_in,
     newest,
+    num_live,
     overflowing,
     padded_nonzero,
     put,
@@ -52,7 +53,7 @@ __all__ = [
     "INTERPRETED", "attention_weights", "by_position", "description", "empty_places", "free_places", "fused_attention",
     "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_entries", "join_slots",
     "keep_queries", "largest", "line_up", "list_joined", "merge_entries", "mix_entries", "mix_in", "most_similar",
-    "move_entries", "newest", "obstacle",
+    "move_entries", "newest", "num_live", "obstacle",
     "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
     "solve_outputs", "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
 ]

@@ -133,6 +133,18 @@ def keep_in_place(mask, others, counts, out, n, num_places, count, BLOCK: tl.con
         seen += tl.sum(vacant.to(tl.int32), 0)
 
 
+@for_any("n")
+def count_live(positions, out, n, BLOCK: tl.constexpr):
+    """How many of a row's positions are not negative. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.zeros([1], tl.int64)
+    for start in range(0, n, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        live = tl.load(positions + row * n + place, mask=place < n, other=-1) >= 0
+        count += tl.sum(live.to(tl.int64), 0)
+    tl.store(out + row + tl.arange(0, 1), count)
+
+
 @for_any("num_listed", "size")
 def invert(index, out, num_listed, size, BLOCK: tl.constexpr):
     """Where each number is in a row of ``index``; -1: nowhere. Grid: rows."""

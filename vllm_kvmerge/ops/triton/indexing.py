@@ -74,6 +74,13 @@ def padded_nonzero(mask: Tensor, width: int | None = None) -> Tensor:
     return out
 
 
+def num_live(positions: Tensor) -> Tensor:
+    out = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
+    if out.numel():
+        index_kernels.count_live[(len(out),)](positions.contiguous(), out, positions.shape[1], BLOCK=BLOCK, num_warps=4)
+    return out
+
+
 def inverse(index: Tensor, size: int) -> Tensor:
     out = torch.empty(len(index), size, dtype=torch.int64, device=index.device)
     if out.numel():
