@@ -108,7 +108,12 @@ class CompressionPolicy(BaseModel):
         """True if heads with different budgets are compressed together."""
         return self.selector.takes_shares and self.merger.takes_shares
 
-    @property
+    @cached_property
+    def text(self) -> str:
+        """All parts and their parameters: the same for policies that do the same, if all parts are our own."""
+        return repr(self)
+
+    @cached_property
     def takes_padding(self) -> bool:
         """True if requests of unlike shapes are compressed together, after the first time: all parts ``ignore_dead``.
 
@@ -239,9 +244,12 @@ class CompressionPolicy(BaseModel):
         budgets = context.budgets if context.shares is None else context.shares
         if budgets is None:
             budgets = self.head_budgets(entries, context)
-        groups: dict[int, list[int]] = {}
-        for row, budget in enumerate(budgets):
-            groups.setdefault(0 if by_row else budget, []).append(row)
+        groups = {budget: list[int]() for budget in ((0,) if by_row else dict.fromkeys(budgets))}
+        if len(groups) == 1:
+            groups = dict.fromkeys(groups, [*range(len(budgets))])
+        else:
+            for row, budget in enumerate(budgets):
+                groups[budget].append(row)
         size = entries.num_rows if num_rows is None else num_rows
         parts, sources, order = [], [], []
         for group in groups.values():
@@ -318,7 +326,8 @@ class CompressionPolicy(BaseModel):
     def whole_budgets(self, found: Sequence[int], capacity: int) -> list[int]:
         """Budgets that rows can have, protected entries included. found: ``found_budgets`` of any rows."""
         protected, least = self.num_protected, self.min_budget
-        return [min(max(budget + protected, least), capacity) for budget in found]
+        usable = {budget: min(max(budget + protected, least), capacity) for budget in set(found)}
+        return [usable[budget] for budget in found]
 
     def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the

@@ -383,8 +383,8 @@ class Compactor:
         plan, policy = compaction.plan, compaction.policy
         num_protected = count_below(policy.protect, plan.num_tokens if plan.is_refresh else plan.seq_len)
         if compaction.is_bounded and policy.takes_padding and self._is_exact(policy):
-            return policy, num_protected, compaction.num_entries - plan.front, plan.front.bit_length()
-        # By the policy's text: parameters of another package's policy may not be hashable.
+            return policy.text, num_protected, compaction.num_entries - plan.front, plan.front.bit_length()
+        # By the request's text: parameters of another package's policy may not be hashable.
         sizes = compaction.num_entries, plan.budget, plan.new_front
         return plan.compression, id(policy), num_protected, *sizes
 
@@ -392,8 +392,12 @@ class Compactor:
         """True if the operators that a policy uses round alike whatever the number of dead entries. PyTorch's products
         of matrices need not, and on a GPU attention is added up by tiles of entries."""
         if self.device.type == "cpu":
-            return (policy.takes_shares and not policy.query_window) or ops.is_native(self.layers[0])
+            return (policy.takes_shares and not policy.query_window) or self._is_native
         return not policy.query_window
+
+    @cached_property
+    def _is_native(self) -> bool:
+        return ops.is_native(self.layers[0])
 
     def begin(self, compaction: Compaction, num_parts: int) -> Course:
         """A compaction that is to be executed in about ``num_parts`` parts, down to one KV head of one layer."""
@@ -910,8 +914,9 @@ class Compactor:
 
     def _new_blocks(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Tensor:
         """``[U, blocks]`` on the CPU, those that plans write to."""
-        tables = _padded([torch.tensor(one.plan.blocks) for one in batch.compactions])
-        return tables.index_select(0, self._numbers(seq_layers).requests)
+        longest = max(len(one.plan.blocks) for one in batch.compactions)
+        tables = [[*one.plan.blocks, *[0] * (longest - len(one.plan.blocks))] for one in batch.compactions]
+        return torch.tensor(tables).index_select(0, self._numbers(seq_layers).requests)
 
     def _layers_of(
         self, seq_layers: list[_SequenceLayer], blocks: Tensor, segments: Tensor | None = None
@@ -930,7 +935,8 @@ R = TypeVar("R")
 
 def _padded(tables: list[Tensor]) -> Tensor:
     """``[plans, blocks]``: block tables ``[blocks]``, the shorter ones followed by zeros."""
-    return tables[0].unsqueeze(0) if len(tables) == 1 else pad_sequence(tables, batch_first=True)
+    is_even = len({len(table) for table in tables}) == 1
+    return torch.stack(tables) if is_even else pad_sequence(tables, batch_first=True)
 
 
 def _count(counts: Tensor, index: Tensor, by_head: Tensor, heads: Tensor | None) -> None:
