@@ -28,8 +28,8 @@ from sides import add_shape, shape_of
 from vllm_side import CLOCKS, plugin_engine
 
 from vllm_kvmerge.engine import scheduler
+from vllm_kvmerge.engine.worker.compactor import Compaction
 from vllm_kvmerge.evaluation.options import print_table
-from vllm_kvmerge.policies import CompressionPolicy
 
 POLICIES = [
     *("snapkv", "keydiff", "adakv", "pyramidkv", "expected_attention", "zsmerge", "weightedkv", "asymkv", "kvmerger"),
@@ -148,7 +148,7 @@ def shares(llm: Any, prompts: list[list[int]], arguments: argparse.Namespace) ->
         for (policy, is_padded), times in found.items():
             budgets = [arguments.budget + index * arguments.wider for index in range(len(prompts))]
             asked = [compression(policy, budget=budget, interval=arguments.interval) for budget in budgets]
-            with nullcontext() if is_padded else patch.object(CompressionPolicy, "takes_padding", False):
+            with nullcontext() if is_padded else patch.object(Compaction, "is_bounded", False):
                 times.append(share(llm, prompts, asked, arguments.apart, CLOCKS[arguments.clock]))
     return [
         Share(
