@@ -141,7 +141,7 @@ def run_all(
         triton.overflowing(index, votes, *some, wide)
     for count in (7, fronts.flatten()):
         triton.newest(positions, count, 4)
-    triton.free_places(index, positions, 7)
+    triton.free_places(index, index, 7)
     triton.num_live(positions)
     triton.line_up(positions, positions, votes, votes, 32)
     triton.list_joined(index, mask, 50)

@@ -299,7 +299,8 @@ class Merger(Part):
         return 0
 
     def is_slot(self, entries: Entries) -> Tensor:
-        """``[H, n]`` bool: this merger's slots, never candidates of selection. Default: none."""
+        """``[H, n]`` bool: this merger's slots, never candidates of selection. Default: none. It is not asked about
+        tokens that nothing has been done to."""
         return torch.zeros_like(entries.is_live)
 
     def before_selection(

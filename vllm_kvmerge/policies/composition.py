@@ -68,6 +68,13 @@ class CompressionPolicy(BaseModel):
             )
         return self
 
+    def __copy__(self) -> Self:
+        # What is cached need not hold for the copy: ``model_copy`` changes it.
+        copied = super().__copy__()
+        for name in vars(self).keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
     @property
     def min_budget(self) -> int:
         """Smallest budget: that of the parts, and all protected tokens."""
@@ -402,7 +409,8 @@ class CompressionPolicy(BaseModel):
 
     def _compress_unprotected(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
         """``context.budget`` places for each of these rows, filled as far as ``context.counts`` says."""
-        candidates, importance, protected = self._rank(entries, context)
+        has_slots = context.num_slots > 0 and not context.at_prompt_end  # tokens are none
+        candidates, importance, protected = self._rank(entries, context, has_slots)
         with blamed_on(self.merger):
             earlier = self.merger.before_selection(entries, importance, protected, context)
             if earlier is not None and is_foreign(self.merger):
@@ -410,7 +418,7 @@ class CompressionPolicy(BaseModel):
         remaining = entries
         if earlier is not None:
             remaining = earlier.view(entries)
-            candidates, importance, protected = self._rank(remaining, context)
+            candidates, importance, protected = self._rank(remaining, context, context.num_slots > 0)
         kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
         if context.is_padded and not self.merger.takes_shares:
             # Mergers are given as many of each row: of one that has fewer, the last of the dead ones behind its own.
@@ -436,12 +444,10 @@ class CompressionPolicy(BaseModel):
                     raise ValueError(f"select must choose {context.counts} entries of each head")
             return selected
 
-    def _rank(self, entries: Entries, context: CompressionContext) -> tuple[Entries, Tensor, Tensor]:
+    def _rank(self, entries: Entries, context: CompressionContext, has_slots: bool) -> tuple[Entries, Tensor, Tensor]:
         """The entries that the selector may keep, the importance of all entries, and the mask of protected ones."""
-        candidates = entries
-        if context.num_slots and not context.at_prompt_end:  # before, there are no slots
-            with blamed_on(self.merger):
-                candidates = entries.without(self.merger.is_slot(entries))
+        with blamed_on(self.merger):
+            candidates = entries.without(self.merger.is_slot(entries)) if has_slots else entries
         with blamed_on(self.tracker):
             importance = self.tracker.importance(entries)
             if is_foreign(self.tracker):

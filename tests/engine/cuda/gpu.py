@@ -94,7 +94,9 @@ class SimulatedGPU(TorchFunctionMode):
             target = next((x for x in (*args[1:], kwargs.get("device")) if isinstance(x, (torch.device, str))), None)
             if target is not None:
                 return self._sent(args[0], torch.device(target), args, kwargs)
-        if name == "copy_" and of_gpu and isinstance(args[1], Pinned):
+        if name == "copy_" and of_gpu and not isinstance(args[1], OnGPU):
+            is_async = kwargs.get("non_blocking") and isinstance(args[1], Pinned)
+            assert self.may_wait or is_async, "copying waits for the GPU"
             args = args[0], args[1].as_subclass(torch.Tensor), *args[2:]
         if kwargs.get("device") is not None and torch.device(kwargs["device"]) == GPU:
             kwargs["device"] = "cpu"

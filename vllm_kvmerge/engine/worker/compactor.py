@@ -392,12 +392,8 @@ class Compactor:
         """True if the operators that a policy uses round alike whatever the number of dead entries. PyTorch's products
         of matrices need not, and on a GPU attention is added up by tiles of entries."""
         if self.device.type == "cpu":
-            return (policy.takes_shares and not policy.query_window) or self._is_native
+            return (policy.takes_shares and not policy.query_window) or ops.is_native(self.layers[0])
         return not policy.query_window
-
-    @cached_property
-    def _is_native(self) -> bool:
-        return ops.is_native(self.layers[0])
 
     def begin(self, compaction: Compaction, num_parts: int) -> Course:
         """A compaction that is to be executed in about ``num_parts`` parts, down to one KV head of one layer."""
