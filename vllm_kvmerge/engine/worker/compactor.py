@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
@@ -896,8 +895,7 @@ class Compactor:
             blocks = sent(batch.complete.blocks.repeat(len(seq_layers), 1), self.device)
             segments = torch.tensor([batch.compactions[0].segments] * len(seq_layers))
             return SequenceLayers(caches, torch.arange(len(seq_layers)), blocks, segments)
-        tables, requests = [one.source_blocks for one in batch.compactions], self._numbers(seq_layers).requests
-        padded = _padded(tables)
+        requests, padded = self._numbers(seq_layers).requests, _padded([one.source_blocks for one in batch.compactions])
         segments = torch.tensor([one.segments for one in batch.compactions]).index_select(0, requests)
         blocks = sent(padded, self.device).index_select(0, sent(requests, self.device))
         if batch.is_padded:
@@ -930,9 +928,14 @@ R = TypeVar("R")
 
 
 def _padded(tables: list[Tensor]) -> Tensor:
-    """``[plans, blocks]``: block tables ``[blocks]``, the shorter ones followed by zeros."""
-    is_even = len({len(table) for table in tables}) == 1
-    return torch.stack(tables) if is_even else pad_sequence(tables, batch_first=True)
+    """``[plans, blocks]``: block tables ``[blocks]``; the last number of the shorter ones is repeated."""
+    lengths = torch.tensor([len(table) for table in tables], device="cpu").unsqueeze(1)
+    longest = int(lengths.max())
+    if longest == int(lengths.min()):
+        return torch.stack(tables)
+    # On a GPU equally many launches for any number of tables.
+    places = lengths.cumsum(0) - lengths + torch.arange(longest, device="cpu").minimum(lengths - 1)
+    return torch.cat(tables).index_select(0, sent(places.flatten(), tables[0].device)).view(-1, longest)
 
 
 def _count(counts: Tensor, index: Tensor, by_head: Tensor, heads: Tensor | None) -> None:
