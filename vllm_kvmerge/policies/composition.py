@@ -251,12 +251,12 @@ class CompressionPolicy(BaseModel):
         budgets = context.budgets if context.shares is None else context.shares
         if budgets is None:
             budgets = self.head_budgets(entries, context)
-        groups = {budget: list[int]() for budget in ((0,) if by_row else dict.fromkeys(budgets))}
-        if len(groups) == 1:
-            groups = dict.fromkeys(groups, [*range(len(budgets))])
+        groups: dict[int, list[int]] = {}
+        if by_row or len(set(budgets)) == 1:
+            groups[0] = [*range(len(budgets))]
         else:
             for row, budget in enumerate(budgets):
-                groups[budget].append(row)
+                groups.setdefault(budget, []).append(row)
         size = entries.num_rows if num_rows is None else num_rows
         parts, sources, order = [], [], []
         for group in groups.values():
