@@ -132,7 +132,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return most
 
 
-def _similar_bytes(seq_layers: Any, sources: Tensor, targets: Tensor, usable: Tensor) -> int:
+def _similar_bytes(seq_layers: Any, sources: Tensor, targets: Tensor, *_: Any) -> int:
     # find_most_similar of csrc/cpu/entries.cpp: usable targets in tiles of 32, their lengths and names.
     tiles = -(-targets.shape[1] // 32)
     return len(targets) * tiles * 32 * 4 * (seq_layers.layers[0].head_size + 2)

@@ -200,15 +200,40 @@ void gather_head(const SequenceLayer& one, int64_t head, bool keys, const int64_
   }
 }
 
-// rows: [rows, count, head_size] float32, of the entries index[row * count + i]; zeros where negative.
-void gather_rows(const SequenceLayers& seq_layers, bool keys, const int64_t* index, int64_t count, float* rows) {
+// Places for entries, some of which have new keys or values: origin, [rows, num_places], is a place's entry; row, likewise,
+// where it is in `rows`, [rows, num_rows, head_size]; negative: none. Without origins indices are of entries.
+struct Changes {
+  const int64_t *origin = nullptr, *row = nullptr;
+  const float* rows = nullptr;
+  int64_t num_places = 0, num_rows = 0;
+
+  int64_t entry_at(int64_t head_row, int64_t index) const {
+    return !origin || index < 0 ? index : origin[head_row * num_places + index];
+  }
+  // Null where there is nothing new.
+  const float* new_at(int64_t head_row, int64_t index, int64_t head_size) const {
+    if (!rows || index < 0) return nullptr;
+    const int64_t number = row[head_row * num_places + index];
+    return number < 0 ? nullptr : rows + (head_row * num_rows + number) * head_size;
+  }
+};
+
+// rows: [rows, count, head_size] float32, of the entries or places index[row * count + i]; zeros where negative.
+void gather_rows(const SequenceLayers& seq_layers, bool keys, const int64_t* index, int64_t count,
+                 const Changes& changes, float* rows) {
   if (seq_layers.empty()) return;
   with_type(seq_layers[0].cache.dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
     for_ranges(seq_layers, count, kEntriesPerTask,
                [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
-                 const int64_t start = row * count + first;
-                 gather_head<T>(one, head, keys, index + start, last - first, rows + start * one.cache.head_size);
+                 const int64_t start = row * count + first, d = one.cache.head_size;
+                 const int64_t* some = index + start;
+                 int64_t entries[kEntriesPerTask];
+                 for (int64_t i = 0; i < last - first; ++i)
+                   entries[i] = changes.new_at(row, some[i], d) ? -1 : changes.entry_at(row, some[i]);
+                 gather_head<T>(one, head, keys, entries, last - first, rows + start * d);
+                 for (int64_t i = 0; i < last - first; ++i)
+                   if (const float* fresh = changes.new_at(row, some[i], d)) std::copy_n(fresh, d, rows + (start + i) * d);
                });
   });
 }
@@ -277,29 +302,47 @@ void join_entries(const Kernels& kernels, const SequenceLayers& seq_layers, cons
 
 inline float inverse_length(float squares) { return 1.0f / std::max(std::sqrt(squares), 1e-12f); }
 
-// keys: [count, head_size], those of the entries, and one over the length of each.
+// Writes the key of an entry or place as it is multiplied, elements `step` apart; zeros where there is none. Returns one
+// over its length.
 template <class T, class Q>
-void read_sources(const SequenceLayer& one, int64_t head, const int64_t* entries, int64_t count, Q* keys,
-                  float* lengths) {
+float read_key(const SequenceLayer& one, const Segments& s, int64_t head, int64_t row, const Changes& changes,
+               int64_t index, Q* key, int64_t step) {
   const int64_t d = one.cache.head_size;
-  const Segments s = one.of_head(head);
-  for (int64_t r = 0; r < count; ++r) {
-    const T* key = key_at<T>(place_of_entry(one.cache, s, head, entries[r]));
-    typename SumOfSquares<T>::type squares = 0;
+  typename SumOfSquares<T>::type squares = 0;
+  const auto read = [&](const auto& number) {
     for (int64_t e = 0; e < d; ++e) {
-      const float x = to_float(key[e * one.cache.block_size]);
+      const float x = number(e);
       squares += static_cast<decltype(squares)>(x) * x;
-      keys[r * d + e] = from_float<Q>(x);
+      key[e * step] = from_float<Q>(x);
     }
-    lengths[r] = inverse_length(static_cast<float>(squares));
+  };
+  const int64_t entry = changes.entry_at(row, index), bs = one.cache.block_size;
+  if (const float* fresh = changes.new_at(row, index, d)) {
+    read([&](int64_t e) { return to_float(from_float<Q>(fresh[e])); });
+  } else if (entry >= 0) {
+    const T* from = key_at<T>(place_of_entry(one.cache, s, head, entry));
+    read([&](int64_t e) { return to_float(from[e * bs]); });
+  } else {
+    read([](int64_t) { return 0.0f; });
   }
+  return inverse_length(static_cast<float>(squares));
+}
+
+// keys: [count, head_size], and one over the length of each.
+template <class T, class Q>
+void read_sources(const SequenceLayer& one, int64_t head, int64_t row, const Changes& changes, const int64_t* index,
+                  int64_t count, Q* keys, float* lengths) {
+  const Segments s = one.of_head(head);
+  for (int64_t r = 0; r < count; ++r)
+    lengths[r] =
+        read_key<T>(one, s, head, row, changes, index[r], keys + r * one.cache.head_size, static_cast<int64_t>(1));
 }
 
 // Sources and targets of all heads, as the kernel multiplies them.
 template <class T, class Q>
 void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers, const int64_t* sources,
                        int64_t num_sources, const int64_t* targets, int64_t num_targets, const uint8_t* usable,
-                       float* similarity, int64_t* best) {
+                       const Changes& changes, float* similarity, int64_t* best) {
   const int64_t d = seq_layers[0].cache.head_size,
                 heads = static_cast<int64_t>(seq_layers.size()) * seq_layers[0].cache.num_heads;
   const int64_t num_tiles = (num_targets + kTile - 1) / kTile;
@@ -313,21 +356,14 @@ void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers,
 
   for_ranges(seq_layers, num_tiles, kEntriesPerTask / kTile,
              [&](const SequenceLayer& one, int64_t head, int64_t row, int64_t first, int64_t last) {
-               const PagedKVCache& cache = one.cache;
                const Segments s = one.of_head(head);
                for (int64_t tile = first; tile < last; ++tile) {
                  const int64_t at = row * num_tiles + tile;
                  for (int64_t lane = 0; lane < kTile && tile * kTile + lane < counts[row]; ++lane) {
                    const int64_t target = names[at * kTile + lane];
-                   const int64_t entry = targets[row * num_targets + target];
-                   const T* key = key_at<T>(place_of_entry(cache, s, head, entry));
-                   typename SumOfSquares<T>::type squares = 0;
-                   for (int64_t e = 0; e < d; ++e) {
-                     const float x = to_float(key[e * cache.block_size]);
-                     squares += static_cast<decltype(squares)>(x) * x;
-                     packed[(at * d + e) * kTile + lane] = from_float<Q>(x);
-                   }
-                   inverse[at * kTile + lane] = inverse_length(static_cast<float>(squares));
+                   inverse[at * kTile + lane] =
+                       read_key<T>(one, s, head, row, changes, targets[row * num_targets + target],
+                                   packed.data() + at * d * kTile + lane, kTile);
                  }
                }
              });
@@ -341,7 +377,8 @@ void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers,
                float* found = lengths + kSourcesPerTask;
                Q* keys = reinterpret_cast<Q*>(found + kSourcesPerTask);
                int32_t where[kSourcesPerTask];
-               read_sources<T>(one, kv_head, sources + head * num_sources + first, rows, keys, lengths);
+               const int64_t* own = sources + head * num_sources + first;
+               read_sources<T>(one, kv_head, head, changes, own, rows, keys, lengths);
                Similar x{};
                x.in_pairs = sizeof(Q) == 2;
                x.head_size = static_cast<int32_t>(d);
@@ -359,7 +396,7 @@ void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers,
                  const bool none = counts[head] == 0;
                  const float product = found[r] * lengths[r];  // no number if the source is none
                  similarity[to] =
-                     none || product != product ? -std::numeric_limits<float>::infinity() : std::min(1.0f, product);
+                     none || own[r] < 0 || product != product ? -std::numeric_limits<float>::infinity() : std::min(1.0f, product);
                  best[to] = targets[head * num_targets + (none ? 0 : names[head * num_tiles * kTile + where[r]])];
                }
              });
@@ -380,7 +417,7 @@ void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& seq
     float* found = lengths + num_sources;
     int32_t *where = reinterpret_cast<int32_t*>(found + num_sources), *ranks = where + num_sources;
     Q* keys = reinterpret_cast<Q*>(ranks + n);
-    read_sources<T>(one, head, sources + row * num_sources, num_sources, keys, lengths);
+    read_sources<T>(one, head, row, Changes{}, sources + row * num_sources, num_sources, keys, lengths);
     std::fill_n(ranks, n, INT32_MAX);
     for (int64_t i = num_targets - 1; i >= 0; --i)
       if (usable[row * num_targets + i]) ranks[own[i]] = static_cast<int32_t>(i);
@@ -399,7 +436,7 @@ void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& seq
     for (int64_t r = 0; r < num_sources; ++r) {
       const bool none = where[r] == INT32_MAX;
       similarity[row * num_sources + r] =
-          none ? -std::numeric_limits<float>::infinity() : std::min(1.0f, found[r] * lengths[r]);
+          none || sources[row * num_sources + r] < 0 ? -std::numeric_limits<float>::infinity() : std::min(1.0f, found[r] * lengths[r]);
       best[row * num_sources + r] = own[none ? 0 : where[r]];
     }
   });
@@ -407,20 +444,25 @@ void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& seq
 
 template <class T, class Q>
 void find(const Kernels& kernels, const SequenceLayers& seq_layers, const int64_t* sources, int64_t num_sources,
-          const int64_t* targets, int64_t num_targets, const uint8_t* usable, float* similarity, int64_t* best) {
+          const int64_t* targets, int64_t num_targets, const uint8_t* usable, const Changes& changes,
+          float* similarity, int64_t* best) {
   constexpr int64_t kFewSources = 64;
-  const bool in_place = num_sources <= kFewSources && 2 * num_targets >= num_entries(seq_layers[0].segments);
-  const auto run = in_place ? find_most_similar_entries<T, Q> : find_most_similar<T, Q>;
-  run(kernels, seq_layers, sources, num_sources, targets, num_targets, usable, similarity, best);
+  const bool few = num_sources <= kFewSources && 2 * num_targets >= num_entries(seq_layers[0].segments);
+  if (few && !changes.origin)
+    find_most_similar_entries<T, Q>(kernels, seq_layers, sources, num_sources, targets, num_targets, usable, similarity,
+                                    best);
+  else
+    find_most_similar<T, Q>(kernels, seq_layers, sources, num_sources, targets, num_targets, usable, changes,
+                            similarity, best);
 }
 
 // similarity, best: [rows, num_sources].
 void most_similar(const Kernels& kernels, const SequenceLayers& seq_layers, const int64_t* sources, int64_t num_sources,
-                  const int64_t* targets, int64_t num_targets, const uint8_t* usable, float* similarity,
-                  int64_t* best) {
+                  const int64_t* targets, int64_t num_targets, const uint8_t* usable, const Changes& changes,
+                  float* similarity, int64_t* best) {
   if (seq_layers.empty() || num_sources == 0) return;
   const auto run = [&](auto find) {
-    find(kernels, seq_layers, sources, num_sources, targets, num_targets, usable, similarity, best);
+    find(kernels, seq_layers, sources, num_sources, targets, num_targets, usable, changes, similarity, best);
   };
   const DType dtype = seq_layers[0].cache.dtype;
   // Products of bfloat16 are exact in float32, so pairs lose nothing.
@@ -708,18 +750,42 @@ struct Batch {
     }
   }
 
-  // [rows, count] indices of entries, or negative where that is allowed.
-  const int64_t* entries(const char* name, const TensorView& index, bool negative) const {
+  // [rows, count] indices of entries, negative where there is none.
+  const int64_t* entries(const char* name, const TensorView& index) const {
+    return indices(name, "entry", index, num_entries);
+  }
+
+  // The same of places, if there are changes.
+  const int64_t* entries(const char* name, const TensorView& index, const Changes& changes) const {
+    return changes.origin ? indices(name, "place", index, changes.num_places) : entries(name, index);
+  }
+
+  Changes changes(const OptionalTensor& origin, const OptionalTensor& row, const OptionalTensor& rows) const {
+    Changes found;
+    if (!origin.has_value()) return found;
+    found.origin = entries("origin", origin.value());
+    found.num_places = origin.value().size(1);
+    if (!row.has_value() || !rows.has_value()) return found;
+    const TensorView values = rows.value();
+    found.rows = Argument("rows", values).contiguous({num_rows, -1, head_size}).f32();
+    found.num_rows = values.size(1);
+    found.row = indices("row", "row", row.value(), found.num_rows);
+    Argument("row", row.value()).check_shape({num_rows, found.num_places});
+    return found;
+  }
+
+ private:
+  const int64_t* indices(const char* name, const char* what, const TensorView& index, int64_t size) const {
     const Argument a(name, index);
-    const int64_t *values = a.contiguous({num_rows, -1}).i64(), lowest = negative ? INT64_MIN : 0;
-    const int64_t count = a.size(0) * a.size(1);
+    const int64_t *values = a.contiguous({num_rows, -1}).i64(), count = a.size(0) * a.size(1);
     bool valid = true;
-    for (int64_t i = 0; i < count; ++i) valid &= lowest <= values[i] && values[i] < num_entries;
+    for (int64_t i = 0; i < count; ++i) valid &= values[i] < size;
     for (int64_t i = 0; !valid && i < count; ++i)
-      KVM_CHECK(lowest <= values[i] && values[i] < num_entries, IndexError)
-          << name << ": there is no entry " << values[i] << " among " << num_entries;
+      KVM_CHECK(values[i] < size, IndexError) << name << ": there is no " << what << " " << values[i] << " among " << size;
     return values;
   }
+
+ public:
 
   // Checks that the places [0, count) exist.
   void check_places(int64_t count) const {
@@ -739,24 +805,26 @@ void call_gather_metadata(Tensors layers, TensorView layer, TensorView blocks, T
 }
 
 void call_gather_rows(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
-                      OptionalTensor fronts, bool of_keys, TensorView index, TensorView rows) {
+                      OptionalTensor fronts, bool of_keys, TensorView index, OptionalTensor origin, OptionalTensor row,
+                      OptionalTensor new_rows, TensorView rows) {
   const Batch batch(layers, layer, blocks, segments, pages, fronts);
-  const int64_t* entries = batch.entries("index", index, true);
+  const Changes changes = batch.changes(origin, row, new_rows);
+  const int64_t* entries = batch.entries("index", index, changes);
   float* out = Argument("rows", rows).contiguous({batch.num_rows, index.size(1), batch.head_size}).f32();
-  gather_rows(batch.seq_layers, of_keys, entries, index.size(1), out);
+  gather_rows(batch.seq_layers, of_keys, entries, index.size(1), changes, out);
 }
 
 void call_mix_entries(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
                       OptionalTensor fronts, bool of_keys, TensorView sources, TensorView row, TensorView shares,
                       OptionalTensor targets, TensorView mixed) {
   const Batch batch(layers, layer, blocks, segments, pages, fronts);
-  const int64_t* entries = batch.entries("sources", sources, true);
+  const int64_t* entries = batch.entries("sources", sources);
   const int64_t count = sources.size(1);
   const int64_t* own = nullptr;
   int64_t num_targets = count;
   if (targets.has_value()) {
     const TensorView given = targets.value();
-    own = batch.entries("targets", given, true);
+    own = batch.entries("targets", given);
     num_targets = given.size(1);
   }
   const int64_t* row_of = Argument("row", row).contiguous({batch.num_rows, count}).i64();
@@ -771,7 +839,7 @@ void call_join_entries(Tensors layers, TensorView layer, TensorView blocks, Tens
                        OptionalTensor fronts, TensorView slots, TensorView sources, TensorView source_weights,
                        TensorView slot_weights, TensorView joined) {
   const Batch batch(layers, layer, blocks, segments, pages, fronts);
-  const int64_t *s = batch.entries("slots", slots, true), *m = batch.entries("sources", sources, true);
+  const int64_t *s = batch.entries("slots", slots), *m = batch.entries("sources", sources);
   const int64_t num_slots = slots.size(1), num_sources = sources.size(1);
   KVM_CHECK(num_slots > 0 || num_sources == 0, ValueError) << "there must be a slot";
   join_entries(current(), batch.seq_layers, s, num_slots, m, num_sources,
@@ -782,15 +850,19 @@ void call_join_entries(Tensors layers, TensorView layer, TensorView blocks, Tens
 
 void call_most_similar(Tensors layers, TensorView layer, TensorView blocks, TensorView segments, OptionalTensor pages,
                        OptionalTensor fronts, TensorView sources, TensorView targets, TensorView usable,
-                       TensorView similarity, TensorView best) {
+                       OptionalTensor origin, OptionalTensor row, OptionalTensor new_keys, TensorView similarity,
+                       TensorView best) {
   const Batch batch(layers, layer, blocks, segments, pages, fronts);
-  const int64_t *m = batch.entries("sources", sources, false), *c = batch.entries("targets", targets, false);
+  const Changes changes = batch.changes(origin, row, new_keys);
+  const int64_t *m = batch.entries("sources", sources, changes), *c = batch.entries("targets", targets, changes);
   const int64_t num_sources = sources.size(1), num_targets = targets.size(1);
   KVM_CHECK(num_targets > 0 || num_sources == 0, ValueError) << "there must be a target";
   const uint8_t* use = Argument("usable", usable).contiguous({batch.num_rows, num_targets}).boolean();
   float* found = Argument("similarity", similarity).contiguous({batch.num_rows, num_sources}).f32();
   int64_t* names = Argument("best", best).contiguous({batch.num_rows, num_sources}).i64();
-  most_similar(current(), batch.seq_layers, m, num_sources, c, num_targets, use, found, names);
+  for (int64_t i = 0; i < batch.num_rows * num_targets; ++i)
+    KVM_CHECK(c[i] >= 0 || !use[i], IndexError) << "targets: " << c[i] << " is usable";
+  most_similar(current(), batch.seq_layers, m, num_sources, c, num_targets, use, changes, found, names);
 }
 
 void call_fused_attention(Tensors layers, TensorView layer, TensorView blocks, TensorView segments,
@@ -815,7 +887,7 @@ void call_move_entries(Tensors layers, TensorView layer, TensorView blocks, Tens
                        OptionalTensor fronts, TensorView new_blocks, OptionalTensor new_pages,
                        OptionalTensor new_fronts, TensorView kept) {
   const Batch batch(layers, layer, blocks, segments, pages, fronts), to(layers, layer, new_blocks, new_pages, new_fronts);
-  const int64_t* entries = batch.entries("kept", kept, true);
+  const int64_t* entries = batch.entries("kept", kept);
   to.check_places(kept.size(1));
   move_entries(batch.seq_layers, to.seq_layers, entries, kept.size(1));
 }

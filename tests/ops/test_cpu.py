@@ -13,6 +13,7 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.ops import (
     PLAIN_SOFTMAX,
     AttentionBatch,
+    Changes,
     PagedKVCache,
     ScoreMode,
     ScoreUpdate,
@@ -301,8 +302,16 @@ def test_bad_entries_and_slots_raise():
         cpu.most_similar(seq_layers, index, index, torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(IndexError, match="no target 1 of 1"):
         cpu.mix_entries(seq_layers, "keys", index // 64, index // 64, torch.ones(2, 1), index // 64)
-    with pytest.raises(IndexError, match="no entry -1"):
-        cpu.most_similar(seq_layers, index - 1, index, torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(IndexError, match="targets: -1 is usable"):
+        cpu.most_similar(seq_layers, index // 64, index // 64 - 1, torch.ones(2, 1, dtype=torch.bool))
+    origin, row, keys = torch.zeros(2, 3).long(), torch.zeros(2, 3).long(), torch.zeros(2, 1, 32)
+    for changes, message in (
+        (Changes(origin + 64, row, keys, None), "origin: there is no entry 64 among 64"),
+        (Changes(origin, row + 1, keys, None), "row: there is no row 1 among 1"),
+        (Changes(origin, row, keys, None), "index: there is no place 64 among 3"),
+    ):
+        with pytest.raises(IndexError, match=message):
+            cpu.gather_rows(seq_layers, "keys", index, changes)
     with pytest.raises(ValueError, match="length 65 does not fit in 2 blocks"):
         cpu.write_metadata(seq_layers, blocks[None], *(torch.zeros(2, 65) for _ in range(3)), torch.zeros(2, 65).long())
     with pytest.raises(ValueError, match=f"block {NUM_BLOCKS}"):

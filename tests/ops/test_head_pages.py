@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.policies.sampling import rope
 from vllm_kvmerge.ops import (
     AttentionBatch,
+    Changes,
     HeadPages,
     PagedKVCache,
     Rows,
@@ -195,6 +196,17 @@ def test_reading(operators, scene, dtype):
         is_live = scene.live.gather(1, sources)
         assert_close(similarity[is_live], expected[is_live], 1e-5)
         assert float((best == expected_best)[is_live].float().mean()) > 0.98  # but for equally similar ones
+    new = scene.randn(len(positions), 9, SIZE).mul(8).round() / 8  # which any dtype can hold
+    row = everything.roll(5, 1).masked_fill(everything.roll(5, 1) >= 9, -1)
+    changes = Changes(everything.flip(1), row, new, None)
+    for plane in ("keys", "values"):
+        expected = reference.gather_rows(scene.plain, plane, index, changes)
+        assert torch.equal(operators.gather_rows(scene.paged, plane, index, changes), expected)
+    exists = scene.live.flip(1) | (row >= 0)
+    arguments = everything[:, :20].contiguous(), everything[:, 20:].contiguous(), exists[:, 20:].contiguous(), changes
+    similarity, _ = operators.most_similar(scene.paged, *arguments)
+    expected, _ = reference.most_similar(scene.plain, *arguments)
+    assert_close(similarity[exists[:, :20]], expected[exists[:, :20]], 1e-5)
     queries, where = (
         scene.randn(len(positions), GROUPS, 3, SIZE),
         torch.tensor([60, 200, 900]).expand(len(positions), 3),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.ops.conftest import Watch
+from tests.ops.conftest import Watch, complete
 from vllm_kvmerge.ops import cpu, reference
 
 SIZES = [1, 2, 15, 16, 17, 64, 100, 816]
@@ -277,6 +277,40 @@ def test_what_has_no_place_gets_a_free_one(operators, n):
             assert places == expected
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_changes_of_two_updates_are_those_of_both(operators, n):
+    """The later one's, and of the earlier one's those in places that still hold such an entry."""
+    operators = complete(operators)
+    generator = torch.Generator().manual_seed(n)
+
+    def some(size, count, missing):
+        index = torch.rand(3, size, generator=generator).argsort(1)[:, :count]
+        return index.masked_fill(torch.rand(3, count, generator=generator) < missing, -1)
+
+    num_places = max(1, n // 2)
+    kept, changed, earlier = some(n, num_places, 0.1), some(num_places, num_places // 3, 0.2), some(n, n // 2, 0.2)
+    positions = torch.randint(-1, 4, kept.shape, generator=generator)
+    expected = []
+    for row in range(3):
+        before = {e: len(changed[row]) + i for i, e in enumerate(earlier[row].tolist()) if e >= 0}
+        held = {place: e for place, e in enumerate(kept[row].tolist()) if e >= 0 and positions[row, place] >= 0}
+        found = {place: before[e] for place, e in held.items() if e in before}
+        found |= {place: i for i, place in enumerate(changed[row].tolist()) if place >= 0}
+        expected.append(sorted(found.items()))
+    most = max(map(len, expected))
+    for width in (None, most, num_places):
+        places, rows = operators.join_changes(kept, positions, changed, earlier, n, width)
+        assert places.shape == rows.shape and places.shape[1] >= most
+        for mine, theirs, pairs in zip(places.tolist(), rows.tolist(), expected, strict=True):
+            behind = [(-1, -1)] * (len(mine) - len(pairs))
+            assert [*zip(mine, theirs, strict=True)] == pairs + behind
+    sizes = changed.shape[1], earlier.shape[1]
+    own, others = (torch.randn(3, size, 24, generator=generator) for size in sizes)
+    taken = operators.take_rows(rows, own, others)
+    together = torch.cat([own, others, torch.zeros(3, 1, 24)], 1)
+    assert torch.equal(taken, torch.stack([part[index] for part, index in zip(together, rows, strict=True)]))
+
+
 def test_a_gpu_is_not_waited_for():
     """By what each compaction does; how wide a list of unknown length has to be must be read."""
     mask = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)).argsort(1) < 20
@@ -285,6 +319,8 @@ def test_a_gpu_is_not_waited_for():
         left = reference.padded_nonzero(~mask, 44)
         reference.free_places(kept, kept, 20)
         reference.newest(kept, torch.tensor([20, 19, 18]), 4)
+        _, rows = reference.join_changes(kept, kept, kept[:, :0], left, 64, 20)
+        reference.take_rows(rows, torch.zeros(3, 0, 8), torch.zeros(3, 44, 8))
     assert torch.equal(kept.sort(1).values, reference.padded_nonzero(mask)) and (left >= 0).all()
     with pytest.raises(AssertionError, match="waits"), Watch(Watch.WAITS):
         reference.padded_nonzero(mask)

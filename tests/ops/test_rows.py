@@ -8,7 +8,10 @@ from tests.entries import gather_entries, write_front
 from tests.ops.conftest import CacheMaker, Sequence, softmax_of
 from tests.policies.sampling import rope
 from vllm_kvmerge.ops import (
+    ROW_PLANES,
+    Changes,
     PagedKVCache,
+    PlaneName,
     SequenceLayers,
 )
 from vllm_kvmerge.ops.types import QUANTISED
@@ -151,6 +154,77 @@ def test_entries_join_the_slots_of_largest_product(operators, dtype, shape):
             expected[slot] += weights[head, i]
             means[slot] += weights[head, i] / expected[slot] * (key - means[slot])
         assert torch.equal(total[head], expected)
+
+
+def changes_of(maker: CacheMaker, num_entries: int, num_places: int, num_new: int) -> Changes:
+    """Places for entries, of which some hold none, and some new ones that any dtype can hold."""
+    origin = random_index(maker, num_entries, num_places, num_negative=5)
+    row = random_index(maker, num_places, num_places)
+    row = row.masked_fill(row >= num_new, DEAD)
+    keys, values = (maker.randn(3, num_new, 48).mul(8).round() / 8 for _ in range(2))
+    return Changes(origin, row, keys, values)
+
+
+def changed_rows(maker: CacheMaker, s: Sequence, changes: Changes, plane: PlaneName) -> Tensor:
+    """``[3, C, d]`` of all places."""
+    dense, new = by_index(s.keys if plane == "keys" else s.values, changes.origin), getattr(changes, plane)
+    if new is None or not new.shape[1]:
+        return dense
+    return torch.where(changes.row[..., None] >= 0, by_index(new, changes.row).double(), dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_places_are_new_or_those_of_entries(operators, dtype, shape):
+    maker, s = make(dtype, shape)
+    n, located = s.keys.shape[1], seq_layers(maker, s)
+    for num_new in (0, 1, n // 3):
+        changes = changes_of(maker, n, n - 7, num_new)
+        index = random_index(maker, n - 7, n // 2, num_negative=4)
+        for plane in ROW_PLANES:
+            rows = operators.gather_rows(located, plane, index, changes)
+            assert torch.equal(rows.double(), by_index(changed_rows(maker, s, changes, plane), index))
+            assert operators.gather_rows(located, plane, index[:, :0], changes).shape == (3, 0, 48)
+    stays = Changes(changes.origin, changes.row, None, changes.values)
+    rows = operators.gather_rows(located, "keys", index, stays)
+    assert torch.equal(rows.double(), by_index(changed_rows(maker, s, stays, "keys"), index))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_sources", [9, 70])
+def test_similarity_to_new_keys(operators, dtype, shape, num_sources):
+    """Against a loop; however many sources there are, which decides how they are compared where nothing is new."""
+    maker, s = make(dtype, shape)
+    n = s.keys.shape[1]
+    num_sources = min(num_sources, n // 2)
+    for num_new in (0, n // 3):
+        changes = changes_of(maker, n, n, num_new)
+        keys, index = changed_rows(maker, s, changes, "keys"), random_index(maker, n, n)
+        sources, targets = index[:, :num_sources].clone(), index[:, num_sources:].clone()
+        usable = torch.rand(targets.shape, generator=maker.generator) < 0.7
+        usable[2] = False
+        sources[0, ::4] = DEAD
+        targets[~usable] = DEAD
+        similarity, best = operators.most_similar(seq_layers(maker, s), sources, targets, usable, changes)
+        assert (similarity[2] == -torch.inf).all() and (similarity[0, ::4] == -torch.inf).all()
+        for head in range(2):
+            candidates = targets[head][usable[head]]
+            for j, source in enumerate(sources[head]):
+                if source >= 0:
+                    cosine = torch.cosine_similarity(keys[head, candidates], keys[head, source], dim=-1)
+                    torch.testing.assert_close(similarity[head, j].double(), cosine.max(), rtol=0, atol=1e-6)
+                    assert cosine[(candidates == best[head, j]).nonzero()] >= cosine.max() - 1e-6
+
+
+@pytest.mark.parametrize("num_sources", [1, 70])
+def test_what_is_no_source_is_similar_to_none(operators, num_sources):
+    maker, s = make(torch.bfloat16, (37, 200, 231, 0))
+    sources = torch.zeros(3, num_sources, dtype=torch.int64)
+    sources[1] = DEAD
+    targets = torch.arange(1, 60).expand(3, -1).contiguous()
+    similarity, _ = operators.most_similar(seq_layers(maker, s), sources, targets, targets >= 0)
+    assert similarity.isfinite().all(1).tolist() == [True, False, True] and not similarity[1].isfinite().any()
 
 
 @pytest.mark.parametrize("num_targets", [3, 90])

@@ -17,6 +17,7 @@ from tests.ops.conftest import NUM_BLOCKS, CacheMaker, Watch, batch_of
 from tests.processes import end_with_tests
 from vllm_kvmerge.ops import (
     AttentionBatch,
+    Changes,
     HeadPages,
     PagedKVCache,
     ScoreMode,
@@ -118,11 +119,12 @@ def run_all(
     head_pages = HeadPages((pages, pages), ids, fronts)
     for located, destination in ((seq_layers, table[:2]), (replace(seq_layers, pages=head_pages), head_pages)):
         triton.gather_metadata(located)
-        triton.gather_rows(located, "keys", index)
         triton.write_rows(located, destination, index, newest[:, 0], newest[:, 0])
         triton.write_metadata(located, destination, *planes, index)
         triton.move_entries(located, destination, index)
-        triton.most_similar(located, index, index, index.bool())
+        for changes in (None, Changes(index, index, newest[:, 0], newest[:, 0]), Changes(index, index, None, None)):
+            triton.gather_rows(located, "keys", index, changes)
+            triton.most_similar(located, index, index, index.bool(), changes)
         for fusion in ("sum", "max"):
             triton.fused_attention(located, newest, index, votes, positions, 0.1, fusion)
     mask = index.bool()
@@ -143,6 +145,9 @@ def run_all(
         triton.newest(positions, count, 4)
     triton.free_places(index, index, 7)
     triton.num_live(positions)
+    triton.log_contributions(votes, votes, votes, 0.9)
+    triton.join_changes(index, index, index, index, 32)
+    triton.take_rows(index, newest[:, 0], newest[:, 0])
     triton.line_up(positions, positions, votes, votes, 32)
     triton.list_joined(index, mask, 50)
     for own in (None, newest[:, 0]):
@@ -376,7 +381,11 @@ def test_the_reference_says_where_its_tensors_are():
         reference.write_tokens(maker.pages, torch.tensor([0, 1, 2], device="cpu"), token, token)
         metadata = reference.gather_metadata(seq_layers)
         found = reference.gather_rows(seq_layers, "values", index)
-        reference.most_similar(seq_layers, index[:, :9], index[:, 9:], mask[:, 9:])
+        changes = Changes(index, index - 60, found[:, :10], None)
+        for some in (None, changes):
+            reference.most_similar(seq_layers, index[:, :9], index[:, 9:], mask[:, 9:], some)
+        reference.take_rows(index, found, found)
+        reference.join_changes(index, index, index[:, :3], index, 70)
         reference.fused_attention(
             seq_layers, query.view(2, 1, 3, 64)[..., :32], index[:, :3], metadata[0], index, 0.1, "max"
         )

@@ -11,7 +11,16 @@ from tests.entries import gather_entries
 from tests.ops.conftest import CacheMaker, batch_of, first_in_window, longest_chain, padded, softmax_of
 from tests.ops.test_cpu import UPDATES, relative_error
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, cell_bytes, reference
+from vllm_kvmerge.ops import (
+    ROW_PLANES,
+    Changes,
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    cell_bytes,
+    reference,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -221,7 +230,10 @@ def test_triton_entries_on_row_major_keys():
     for module, pages in ((reference, theirs), (triton, ours)):
         seq_layers = SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)
         found = [*module.gather_metadata(seq_layers), module.gather_rows(seq_layers, "keys", index)]
-        found += module.most_similar(seq_layers, index[:, :20], index[:, 20:], index[:, 20:] % 3 > 0)
+        changes = Changes(index, index - 77, found[4][:, :10] * 2, None)
+        found += [module.gather_rows(seq_layers, plane, index.flip(1), changes) for plane in ROW_PLANES]
+        for some in (None, changes):
+            found += module.most_similar(seq_layers, index[:, :20], index[:, 20:], index[:, 20:] % 3 > 0, some)
         queries = torch.randn(2, 3, 5, 48, generator=torch.Generator().manual_seed(1))
         seen = torch.tensor([[150, 140, 90, 20, 10]]).expand(2, -1)
         found.append(module.fused_attention(seq_layers, queries, seen, found[0], found[3], 0.2, "max"))

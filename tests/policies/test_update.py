@@ -11,7 +11,6 @@ from tests.policies.test_baselines import built
 from tests.policies.test_composition import context_for, entries_for
 from vllm_kvmerge.policies import DEAD, PRESETS, CacheUpdate
 from vllm_kvmerge.policies.indexing import (
-    any_at,
     by_position,
     in_place,
     inverse,
@@ -64,7 +63,6 @@ def test_index_arithmetic_by_brute_force(seed, num_heads, n, data):
     index = padded_nonzero(some, n)
     where = inverse(index, n)
     assert torch.equal(select(index, where), torch.arange(n).masked_fill(~some, -1))
-    assert torch.equal(any_at(index, index >= 0, n), some)
 
 
 @examples(50)

@@ -83,13 +83,10 @@ def absorb(
     joins = torch.ones(shape, dtype=torch.bool)
     index = torch.tensor(members).expand(shape)
     protected = torch.zeros_like(entries.is_live)
-    everything = torch.arange(len(entries)).repeat(shape[0], 1)
     carriers = torch.full(shape, carrier)
     context = context_of(entries, len(entries), queries)
-    mode = context.tracker_mode
     scores = merger._scores(entries, TRACKER.importance(entries), context)
-    merge = everything, everything, scores, index, carriers, joins, protected, mode
-    merged = merger._absorb(entries, *merge).apply(entries)
+    merged = merger._absorb(entries, None, scores, index, carriers, joins, protected, context)[0].apply(entries)
     merged.kill(torch.zeros_like(protected).scatter_(1, index, True))
     return merged
 

@@ -16,6 +16,7 @@ from vllm_kvmerge.ops.dispatch import implementations as implementations
 from vllm_kvmerge.ops.dispatch import in_place as in_place
 from vllm_kvmerge.ops.dispatch import inverse as inverse
 from vllm_kvmerge.ops.dispatch import is_native as is_native
+from vllm_kvmerge.ops.dispatch import join_changes as join_changes
 from vllm_kvmerge.ops.dispatch import join_entries as join_entries
 from vllm_kvmerge.ops.dispatch import join_slots as join_slots
 from vllm_kvmerge.ops.dispatch import keep_queries as keep_queries
@@ -43,6 +44,7 @@ from vllm_kvmerge.ops.dispatch import score_repetition as score_repetition
 from vllm_kvmerge.ops.dispatch import solve_outputs as solve_outputs
 from vllm_kvmerge.ops.dispatch import split_budget as split_budget
 from vllm_kvmerge.ops.dispatch import take as take
+from vllm_kvmerge.ops.dispatch import take_rows as take_rows
 from vllm_kvmerge.ops.dispatch import top as top
 from vllm_kvmerge.ops.dispatch import turn_keys as turn_keys
 from vllm_kvmerge.ops.dispatch import write_metadata as write_metadata
@@ -54,10 +56,13 @@ from vllm_kvmerge.ops.latent import latent_cell_bytes as latent_cell_bytes
 from vllm_kvmerge.ops.types import METADATA_BYTES as METADATA_BYTES
 from vllm_kvmerge.ops.types import NO_UPDATE as NO_UPDATE
 from vllm_kvmerge.ops.types import PLAIN_SOFTMAX as PLAIN_SOFTMAX
+from vllm_kvmerge.ops.types import ROW_PLANES as ROW_PLANES
 from vllm_kvmerge.ops.types import AttentionBatch as AttentionBatch
+from vllm_kvmerge.ops.types import Changes as Changes
 from vllm_kvmerge.ops.types import HeadPages as HeadPages
 from vllm_kvmerge.ops.types import PagedKVCache as PagedKVCache
 from vllm_kvmerge.ops.types import PageTables as PageTables
+from vllm_kvmerge.ops.types import PlaneName as PlaneName
 from vllm_kvmerge.ops.types import Rows as Rows
 from vllm_kvmerge.ops.types import ScoreMode as ScoreMode
 from vllm_kvmerge.ops.types import ScoreUpdate as ScoreUpdate

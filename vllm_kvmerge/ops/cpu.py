@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache as cached
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from vllm_kvmerge.ops.types import (
     PLANES,
     QUANTISED,
     AttentionBatch,
+    Changes,
     Destination,
     HeadPages,
     Metadata,
     PagedKVCache,
+    PlaneName,
     ScoreMode,
     ScoreUpdate,
     SequenceLayers,
@@ -184,6 +186,14 @@ def _located(seq_layers: SequenceLayers) -> tuple[Any, ...]:
     return _keys(seq_layers.layers), seq_layers.layer, *where
 
 
+def _changes(changes: Changes | None, plane: PlaneName) -> tuple[Tensor | None, ...]:
+    if changes is None:
+        return None, None, None
+    new = changes.new(plane)
+    own = (None, None) if new is None else (changes.row.contiguous(), new.contiguous())
+    return (changes.origin.contiguous(), *own)
+
+
 def _destination(seq_layers: SequenceLayers, destination: Destination) -> tuple[Tensor | None, ...]:
     if isinstance(destination, HeadPages):
         return (seq_layers.blocks[:, :0], *_pages(destination))
@@ -198,17 +208,22 @@ def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
     return log_votes, scores, aux, positions
 
 
-def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
-    rows = torch.empty(*index.shape, seq_layers.layers[0].head_size)
-    _function("gather_rows")(*_located(seq_layers), plane == "keys", index.contiguous(), rows)
+def gather_rows(seq_layers: SequenceLayers, plane: PlaneName, index: Tensor, changes: Changes | None = None) -> Tensor:
     scales = seq_layers.scales(plane)
+    if changes is not None and scales is not None:  # new rows are not over a scale
+        return changes.read(plane, index, partial(gather_rows, seq_layers, plane))
+    rows = torch.empty(*index.shape, seq_layers.layers[0].head_size)
+    new = _changes(changes, plane)
+    _function("gather_rows")(*_located(seq_layers), plane == "keys", index.contiguous(), *new, rows)
     return rows if scales is None else rows.mul_(scales)
 
 
-def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+def most_similar(
+    seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor, changes: Changes | None = None
+) -> tuple[Tensor, Tensor]:
     similarity, best = torch.empty(sources.shape), torch.empty(sources.shape, dtype=torch.int64)
     arguments = sources.contiguous(), targets.contiguous(), usable.contiguous()
-    _function("most_similar")(*_located(seq_layers), *arguments, similarity, best)
+    _function("most_similar")(*_located(seq_layers), *arguments, *_changes(changes, "keys"), similarity, best)
     return similarity, best
 
 
@@ -480,7 +495,7 @@ def mix_in(joining: Tensor, row: Tensor, shares: Tensor, own: Tensor | None) -> 
 
 def mix_entries(
     seq_layers: SequenceLayers,
-    plane: Literal["keys", "values"],
+    plane: PlaneName,
     sources: Tensor,
     row: Tensor,
     shares: Tensor,

@@ -11,8 +11,9 @@ import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +27,12 @@ from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
     QUANTISED,
     AttentionBatch,
+    Changes,
     Destination,
     HeadPages,
     Metadata,
     PagedKVCache,
+    PlaneName,
     Rows,
     ScoreMode,
     ScoreUpdate,
@@ -426,21 +429,28 @@ def _destinations(seq_layers: SequenceLayers, destination: Destination, places: 
             yield _block_places(seq_layers.layers[layers[number]], layers[number], destination[number], part)
 
 
-def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
-    """``[H, m, d]`` float32: keys or values of the entries at ``index`` (``[H, m]`` int64); zeros where negative."""
+def gather_rows(seq_layers: SequenceLayers, plane: PlaneName, index: Tensor, changes: Changes | None = None) -> Tensor:
+    """``[H, m, d]`` float32: keys or values of the entries at ``index`` (``[H, m]`` int64), or of the places of
+    ``changes``; zeros where negative."""
+    if changes is not None:
+        return changes.read(plane, index, partial(gather_rows, seq_layers, plane))
     rows = torch.cat([_read(seq_layers.layers, plane, at).float() for at, _ in _entry_places(seq_layers, index)])
     scales = seq_layers.scales(plane)
     return rows if scales is None else rows * scales
 
 
-def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+def most_similar(
+    seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor, changes: Changes | None = None
+) -> tuple[Tensor, Tensor]:
     """Finds for each source the usable target whose key has the largest cosine similarity, the first of several.
 
-    sources: ``[H, m]``, targets: ``[H, c]`` int64, indices of entries. usable: ``[H, c]`` bool. Returns the
-    similarity, ``[H, m]`` float32, at most 1, -inf where no target is usable, and the target's index, ``[H, m]``.
+    sources: ``[H, m]``, targets: ``[H, c]`` int64, indices of entries, or of the places of ``changes``; negative where
+    there is none, and then a target is not usable. usable: ``[H, c]`` bool. Returns the similarity, ``[H, m]`` float32,
+    at most 1, -inf where there is no source or no target is usable, and the target's index, ``[H, m]``. Other
+    implementations may round new keys to the cache's dtype.
     """
-    source_keys, target_keys = (gather_rows(seq_layers, "keys", index) for index in (sources, targets))
-    return similarity.most_similar(source_keys, target_keys, targets, usable)
+    source_keys, target_keys = (gather_rows(seq_layers, "keys", index, changes) for index in (sources, targets))
+    return similarity.most_similar(source_keys, target_keys, sources, targets, usable)
 
 
 def newest_repeats(keys: Tensor, threshold: float, found: Tensor, start: int, stop: int) -> Tensor:
@@ -543,7 +553,7 @@ def join_entries(
 
 def mix_entries(
     seq_layers: SequenceLayers,
-    plane: Literal["keys", "values"],
+    plane: PlaneName,
     sources: Tensor,
     row: Tensor,
     shares: Tensor,
@@ -906,6 +916,35 @@ def zip_groups(
         return padded_nonzero(mask, None if mask.is_cpu else most)  # a GPU would be waited for
 
     return zipping.zip_groups(planes, sources, targets, joins, mode, zip_mode, softmax, listed, inverse)
+
+
+def take_rows(index: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+    """``[H, m, d]``: of ``rows`` (``[H, r, d]``), and behind them ``others`` (``[H, s, d]``), those at ``index``
+    (``[H, m]`` int64); zeros where that is negative."""
+    taken = rows.new_zeros(*index.shape, rows.shape[2])
+    for some, at in ((rows, index), (others, index - rows.shape[1])):
+        if last := some.shape[1]:
+            found = some.gather(1, at.clamp(0, last - 1).unsqueeze(-1).expand_as(taken))
+            taken = torch.where(((at >= 0) & (at < last)).unsqueeze(-1), found, taken)
+    return taken
+
+
+def join_changes(
+    kept: Tensor, positions: Tensor, changed: Tensor, earlier: Tensor, num_entries: int, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """What an update changes after an earlier one: places, ascending, then -1, and the row of each, both ``[H, width]``
+    int64.
+
+    kept: ``[H, C]`` int64, the entry, of ``num_entries``, that a place holds. positions: ``[H, C]`` int64, negative
+    where it is dead, and nothing earlier stays. changed: ``[H, r]`` int64, places that the update changes. earlier:
+    ``[H, s]`` int64, entries that the earlier one has changed. Neither has one twice; negative: none. Rows below r are
+    those of ``changed``, from there on those of ``earlier``. width: as for ``padded_nonzero``.
+    """
+    before = take(kept.masked_fill(positions < 0, -1), [inverse(earlier, num_entries)], [-1])[0]
+    row = inverse(changed, kept.shape[1])
+    row = torch.where((row < 0) & (before >= 0), before + changed.shape[1], row)
+    places = padded_nonzero(row >= 0, width)
+    return places, take(places, [row], [-1])[0]
 
 
 def projected_norms(values: Tensor, weights: Tensor) -> Tensor:

@@ -8,14 +8,17 @@ MAX_SIMILARITY_BYTES = 1 << 18
 """Size of a matrix of similarities above which it is computed in pieces."""
 
 
-def most_similar(sources: Tensor, targets: Tensor, index: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+def most_similar(
+    source_keys: Tensor, target_keys: Tensor, source_index: Tensor, index: Tensor, usable: Tensor
+) -> tuple[Tensor, Tensor]:
     """Finds for each source the usable target of largest cosine similarity (KeepKV algorithm 1, lines 4-5).
 
-    sources: ``[H, m, d]``, targets: ``[H, c, d]``, keys. index: ``[H, c]`` int64, the targets' indices.
-    usable: ``[H, c]`` bool. Returns the similarity, ``[H, m]``, at most 1, -inf where no target is usable, and the
-    target's index, ``[H, m]``; the first of equally similar ones.
+    source_keys: ``[H, m, d]``, target_keys: ``[H, c, d]``. source_index: ``[H, m]``, index: ``[H, c]`` int64, of
+    sources, negative where there is none, and of targets. usable: ``[H, c]`` bool. Returns the similarity, ``[H, m]``,
+    at most 1, -inf where there is no source or no target is usable, and the target's index, ``[H, m]``; the first of
+    equally similar ones.
     """
-    sources, targets = normalize(sources, dim=-1), normalize(targets, dim=-1).transpose(1, 2)
+    sources, targets = normalize(source_keys, dim=-1), normalize(target_keys, dim=-1).transpose(1, 2)
     unusable = ~usable.unsqueeze(1)
     any_unusable = bool(unusable.any())
     similarity = sources.new_empty(sources.shape[:2])
@@ -31,8 +34,10 @@ def most_similar(sources: Tensor, targets: Tensor, index: Tensor, usable: Tensor
             if any_unusable:
                 cosine.masked_fill_(unusable[heads], -torch.inf)
             similarity[part], best[part] = cosine.max(dim=-1)
-    # Rounding must not lift a cosine above every threshold.
-    return similarity.clamp(max=1.0), index.gather(1, best)
+    # Rounding must not lift a cosine above every threshold, and NaN compares with none.
+    similarity = similarity.clamp(max=1.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    similarity = similarity.masked_fill(source_index < 0, -torch.inf)
+    return similarity, index.gather(1, best)
 
 
 def slot_products(keys: Tensor, joining: Tensor) -> tuple[Tensor, Tensor]:

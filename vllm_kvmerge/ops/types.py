@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 PLANES = ("keys", "values", "log_votes", "scores", "aux", "positions")
 """Of a ``PagedKVCache``."""
+
+PlaneName = Literal["keys", "values"]
+ROW_PLANES: tuple[PlaneName, ...] = ("keys", "values")
 
 Metadata = tuple[Tensor, Tensor, Tensor, Tensor]
 """log_votes, scores, aux (``[H, C]`` float32) and positions (``[H, C]`` int64)."""
@@ -123,6 +126,43 @@ class Softmax:
 
 
 PLAIN_SOFTMAX = Softmax()
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Places for entries, some of them with new keys or values, which operators read as if they were entries.
+
+    origin: ``[H, C]`` int64, the entry that a place holds as it is; negative: none. row: ``[H, C]`` int64, where in
+    ``keys`` and ``values`` (``[H, r, d]`` float32) a place's new ones are; negative: nowhere. A plane that is None
+    has no new ones, and is the entry's.
+    """
+
+    origin: Tensor
+    row: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+
+    def new(self, plane: PlaneName) -> Tensor | None:
+        """New rows of ``keys`` or ``values``, if there are any."""
+        rows = self.keys if plane == "keys" else self.values
+        return rows if rows is not None and rows.shape[1] else None
+
+    def read(self, plane: PlaneName, index: Tensor, unchanged: Callable[[Tensor], Tensor]) -> Tensor:
+        """``[H, m, d]``: keys or values of the places at ``index`` (``[H, m]`` int64); zeros where negative.
+
+        unchanged: reads those of entries likewise.
+        """
+        none, at = index < 0, index.clamp(min=0)
+        rows, new = unchanged(self.origin.gather(1, at).masked_fill(none, -1)), self.new(plane)
+        if new is None:
+            return rows
+        row = self.row.gather(1, at).masked_fill(none, -1)
+        return torch.where((row >= 0).unsqueeze(-1), new.gather(1, _of_rows(row.clamp(min=0), new)), rows)
+
+
+def _of_rows(index: Tensor, rows: Tensor) -> Tensor:
+    """``[H, m, d]``: ``index`` (``[H, m]`` int64) for ``rows.gather(1, ...)``."""
+    return index.unsqueeze(-1).expand(-1, -1, rows.shape[2])
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from torch.nn.functional import normalize
 
 from vllm_kvmerge.ops import ScoreMode, newest_repeats, projected_norms
 from vllm_kvmerge.ops.attention import MAX_ATTENTION_BYTES
-from vllm_kvmerge.ops.similarity import MAX_SIMILARITY_BYTES
-from vllm_kvmerge.policies.entries import PART_ENTRIES
 
 MEASURING_SECONDS = 0.025
 
@@ -112,12 +110,6 @@ def comparing(num_sources: int, num_targets: int, head_size: int) -> Cost:
         products=num_sources * num_targets * head_size,
         touches=num_sources * num_targets + gathering((num_sources + num_targets) * head_size),
     )
-
-
-def comparing_tensors(num_sources: int, num_targets: int, head_size: int) -> int:
-    """Numbers held by ``Entries.most_similar`` if keys are read first."""
-    part = min(num_sources, PART_ENTRIES)
-    return 2 * (num_targets + part) * head_size + min(num_targets * part, MAX_SIMILARITY_BYTES // 4)
 
 
 def attending(num_entries: int, num_queries: int, group_size: int) -> int:

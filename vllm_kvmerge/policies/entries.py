@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import PLAIN_SOFTMAX, Fusion, Softmax
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, Changes, Fusion, PlaneName, Softmax
 from vllm_kvmerge.ops.attention import fused_attention
 from vllm_kvmerge.ops.similarity import most_similar
 from vllm_kvmerge.policies.pausing import compared_in_pieces, may_pause
@@ -63,6 +62,11 @@ class Entries:
         return self.positions != DEAD
 
     @property
+    def num_live(self) -> Tensor:
+        """``[H]`` int64: number of live entries."""
+        return ops.num_live(self.positions)
+
+    @property
     def query_counts(self) -> Tensor:
         """``[H, n]`` float32: number of queries that have scored each entry, if the tracker counts them in ``aux``."""
         return self.aux
@@ -80,6 +84,10 @@ class Entries:
         """The values likewise."""
         return _rows(self.values, index)
 
+    def rows_at(self, plane: PlaneName, index: Tensor) -> Tensor:
+        """``keys_at`` or ``values_at``."""
+        return self.keys_at(index) if plane == "keys" else self.values_at(index)
+
     def parts(self) -> Iterator[Tensor]:
         """Indices of all entries for ``keys_at`` and ``values_at``, ``[H, m]`` int64 with ``m <= PART_ENTRIES``."""
         for part in self.all_indices.split(PART_ENTRIES, dim=1):
@@ -94,25 +102,22 @@ class Entries:
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
         """Finds for each source the usable target of largest cosine similarity of keys (KeepKV algorithm 1).
 
-        sources: ``[H, m]``, targets: ``[H, c]`` int64, indices of entries. usable: ``[H, c]`` bool. Returns the
-        similarity, ``[H, m]``, at most 1, -inf where no target is usable, and the target's index, ``[H, m]``; the first
-        of equally similar ones.
+        sources: ``[H, m]``, targets: ``[H, c]`` int64, indices of entries, negative where there is none, and then a
+        target is not usable. usable: ``[H, c]`` bool. Returns the similarity, ``[H, m]``, at most 1, -inf where there
+        is no source or no target is usable, and the target's index, ``[H, m]``; the first of equally similar ones.
         """
         keys = self.keys_at(targets)
 
         def compare(part: Tensor) -> tuple[Tensor, Tensor]:
-            return most_similar(self.keys_at(part), keys, targets, usable)
+            return most_similar(self.keys_at(part), keys, part, targets, usable)
 
         return compared_in_pieces(compare, sources, keys.shape[1], keys.shape[2], PART_ENTRIES)
 
-    def mixed(
-        self, plane: Literal["keys", "values"], sources: Tensor, row: Tensor, shares: Tensor, targets: Tensor | None
-    ) -> Tensor:
+    def mixed(self, plane: PlaneName, sources: Tensor, row: Tensor, shares: Tensor, targets: Tensor | None) -> Tensor:
         """``ops.mix_in`` for the keys or values of the entries at ``sources`` (``[H, m]`` int64) and ``targets`` (``[H,
         r]`` int64; None: zeros), both negative where there is none; such a source has a negative row or no share."""
-        read = self.keys_at if plane == "keys" else self.values_at
-        own = None if targets is None else read(targets)
-        return ops.mix_in(read(sources), row, shares, own)
+        own = None if targets is None else self.rows_at(plane, targets)
+        return ops.mix_in(self.rows_at(plane, sources), row, shares, own)
 
     def join_slots(
         self, slots: Tensor, sources: Tensor, source_weights: Tensor, slot_weights: Tensor
@@ -120,6 +125,10 @@ class Entries:
         """``ops.join_slots`` for the keys of the entries at ``slots`` (``[H, s]`` int64) and ``sources`` (``[H, m]``
         int64, negative where there is none)."""
         return ops.join_slots(self.keys_at(slots), self.keys_at(sources), source_weights, slot_weights)
+
+    def changed(self, changes: Changes, *metadata: Tensor) -> "Entries":
+        """Places for these entries as entries, with ``metadata`` of their own, which are read on demand."""
+        return _Places(self, changes, *metadata)
 
     def fused_attention(
         self,
@@ -199,6 +208,20 @@ class LazyEntries(Entries):
 
     @abstractmethod
     def values_at(self, index: Tensor) -> Tensor: ...
+
+
+class _Places(LazyEntries):
+    """Places for other entries."""
+
+    def __init__(self, entries: Entries, changes: Changes, *metadata: Tensor) -> None:
+        super().__init__(*metadata)
+        self._entries, self._changes = entries, changes
+
+    def keys_at(self, index: Tensor) -> Tensor:
+        return self._changes.read("keys", index, self._entries.keys_at)
+
+    def values_at(self, index: Tensor) -> Tensor:
+        return self._changes.read("values", index, self._entries.values_at)
 
 
 def _rows(plane: Tensor, index: Tensor) -> Tensor:

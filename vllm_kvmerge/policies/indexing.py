@@ -9,7 +9,7 @@ from vllm_kvmerge.policies.entries import Entries
 
 # fmt: off
 __all__ = [
-    "any_at", "by_position", "complement", "first", "in_place", "inverse", "largest", "listed", "mask_of", "newest",
+    "by_position", "complement", "in_place", "inverse", "largest", "listed", "mask_of", "newest",
     "padded_nonzero", "ranked", "select", "sinks", "top",
 ]
 # fmt: on
@@ -26,11 +26,6 @@ def complement(index: Tensor, num_entries: int) -> Tensor:
     return padded_nonzero(~mask_of(index, num_entries), num_entries - index.shape[1])
 
 
-def any_at(index: Tensor, where: Tensor, size: int) -> Tensor:
-    """``[H, size]`` bool: true at ``index`` (``[H, m]`` int64), but only for elements where ``where`` is true."""
-    return mask_of(index.masked_fill(~where, size), size + 1)[:, :size]
-
-
 def select(plane: Tensor, index: Tensor) -> Tensor:
     """``[H, m]``: elements of ``plane`` (``[H, n]``) at ``index`` (``[H, m]`` int64); -1 where that is negative."""
     return ops.take(index, [plane], [-1])[0]
@@ -40,13 +35,6 @@ def listed(mask: Tensor, most: int) -> Tensor:
     """``padded_nonzero`` of a mask with at most ``most`` true elements per head: as wide as need be on a CPU, and as
     ``most`` on a GPU, which would be waited for."""
     return padded_nonzero(mask, None if mask.is_cpu else most)
-
-
-def first(mask: Tensor, order: Tensor, count: Tensor | int) -> Tensor:
-    """``[H, n]`` bool: of the entries in ``mask``, those among the first ``count`` of ``order`` (``[H, n]`` int64)."""
-    place = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(1, order, place)
-    return mask & (rank < count)
 
 
 def by_position(entries: Entries) -> Tensor:

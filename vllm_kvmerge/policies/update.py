@@ -1,6 +1,5 @@
 """Changes that a compression makes to a cache."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -9,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.policies.entries import BLANK, DEAD, Entries, LazyEntries
-from vllm_kvmerge.policies.indexing import inverse, listed, padded_nonzero, select
+from vllm_kvmerge.ops import ROW_PLANES, Changes, PlaneName
+from vllm_kvmerge.policies.entries import BLANK, DEAD, Entries
+from vllm_kvmerge.policies.indexing import inverse, select
 
 
 @dataclass
@@ -42,8 +42,8 @@ class CacheUpdate:
 
     @classmethod
     def unchanged(cls, entries: Entries) -> "CacheUpdate":
-        """All entries as they are."""
-        return cls._as_they_are(entries.all_indices.clone(), *(plane.clone() for plane in entries.metadata))
+        """All entries as they are, whose metadata it shares."""
+        return cls._as_they_are(entries.all_indices, *entries.metadata)
 
     @classmethod
     def _as_they_are(cls, kept: Tensor, *metadata: Tensor) -> "CacheUpdate":
@@ -93,7 +93,9 @@ class CacheUpdate:
 
     def view(self, entries: Entries) -> Entries:
         """The places' entries, of which keys and values are read on demand; ``entries``: those that this updates."""
-        return _Places(self.emptied(), entries)
+        update = self.emptied()
+        origin, row = update.kept.masked_fill(~update.is_live, DEAD), inverse(update.changed, update.num_places)
+        return entries.changed(Changes(origin, row, update.keys, update.values), *update.metadata)
 
     def apply(self, entries: Entries) -> Entries:
         """The places' entries, dense; ``entries``: those that this updates."""
@@ -101,13 +103,19 @@ class CacheUpdate:
 
     def after(self, earlier: "CacheUpdate", entries: Entries) -> "CacheUpdate":
         """This update of ``entries``, the result of ``earlier``, as an update of the entries before that."""
-        changed_before = inverse(earlier.changed, len(entries)) >= 0
-        changed = inverse(self.changed, self.num_places) >= 0
-        changed |= changed_before.gather(1, self.kept.clamp(min=0)) & (self.kept >= 0)
-        places = listed(changed, min(self.num_places, earlier.changed.shape[1] + self.changed.shape[1]))
-        view = self.view(entries)
+        most = min(self.num_places, earlier.changed.shape[1] + self.changed.shape[1])
+        width = None if self.kept.is_cpu else most  # a GPU would be waited for
+        places, row = ops.join_changes(self.kept, self.positions, self.changed, earlier.changed, len(entries), width)
+
+        def joined(plane: PlaneName) -> Tensor | None:
+            theirs: Tensor | None = getattr(earlier, plane)
+            if theirs is None and getattr(self, plane) is None:
+                return None
+            theirs = entries.rows_at(plane, earlier.changed) if theirs is None else theirs
+            return ops.take_rows(row, self._rows(plane, entries), theirs)
+
         update = replace(self, kept=select(earlier.kept, self.kept))
-        return update.write(places, view.keys_at(places), view.values_at(places), earlier.merged + self.merged)
+        return update.write(places, joined("keys"), joined("values"), earlier.merged + self.merged)
 
     def in_place(self, entries: Entries, num_places: int) -> "CacheUpdate":
         """The same with ``num_places`` places, where entries stay in place if they can.
@@ -163,8 +171,11 @@ class CacheUpdate:
     @classmethod
     def stack_rows(cls, parts: "list[CacheUpdate]", entries: "list[Entries]") -> "CacheUpdate":
         """The rows of several with equally many places; ``entries``: those that each updates."""
-        planes = {name for name in ("keys", "values") if any(getattr(part, name) is not None for part in parts)}
-        full = [part._with_rows(some, planes) for part, some in zip(parts, entries, strict=True)]
+        planes = [name for name in ROW_PLANES if any(getattr(part, name) is not None for part in parts)]
+        full = [
+            replace(part, **{plane: part._rows(plane, some) for plane in planes})
+            for part, some in zip(parts, entries, strict=True)
+        ]
         stacked = dict[str, Tensor | None](keys=None, values=None)
         for field in fields(cls):
             several = [getattr(part, field.name) for part in full]
@@ -173,13 +184,13 @@ class CacheUpdate:
                 stacked[field.name] = torch.cat(several) if field.name == "merged" else _stacked(several, blank)
         return cls(**stacked)  # type: ignore[arg-type]
 
-    def _with_rows(self, entries: Entries, planes: set[str]) -> "CacheUpdate":
-        """With the rows of these planes at all that has changed."""
-        source, rows = select(self.kept, self.changed), dict[str, Tensor]()
-        for name in planes:
-            if getattr(self, name) is None:
-                rows[name] = entries.keys_at(source) if name == "keys" else entries.values_at(source)
-        return replace(self, **rows) if rows else self
+    def _rows(self, plane: PlaneName, entries: Entries) -> Tensor:
+        """``[H, r, d]``: keys or values of all that has changed, the plane may stay as it is."""
+        rows: Tensor | None = getattr(self, plane)
+        if rows is not None:
+            return rows
+        source, positions = ops.take(self.changed, [self.kept, self.positions], [DEAD, DEAD])
+        return entries.rows_at(plane, source.masked_fill(positions < 0, DEAD))
 
 
 def _stacked(parts: list[Tensor], blank: float) -> Tensor:
@@ -189,61 +200,6 @@ def _stacked(parts: list[Tensor], blank: float) -> Tensor:
     for rows, part in zip(stacked.split(sizes), parts, strict=True):
         rows[:, : part.shape[1]] = part
     return stacked
-
-
-class _Places(LazyEntries):
-    """An update's places as entries."""
-
-    def __init__(self, update: CacheUpdate, entries: Entries) -> None:
-        super().__init__(*update.metadata)
-        self._update, self._entries = update, entries
-        self._origin = update.kept.masked_fill(~update.is_live, DEAD)
-        self._row = inverse(update.changed, update.num_places)
-
-    def keys_at(self, index: Tensor) -> Tensor:
-        return self._read(index, self._entries.keys_at, self._update.keys)
-
-    def values_at(self, index: Tensor) -> Tensor:
-        return self._read(index, self._entries.values_at, self._update.values)
-
-    def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        # Most keys are the cache's own and compared where they lie; the few new ones are compared apart.
-        is_new = select(self._row, targets) >= 0
-        where = self._origin.gather(1, targets)
-        origin = self._origin.gather(1, sources)
-        old = usable & ~is_new & (where >= 0)
-        similarity, best = self._entries.most_similar(origin.clamp(min=0), where.clamp(min=0), old)
-        # The number of the target, by which the first of equally similar ones is found.
-        best = inverse(where.masked_fill(~old, DEAD), len(self._entries)).gather(1, best).clamp(min=0)
-        new = padded_nonzero(usable & is_new)
-        if new.shape[1]:
-            new_similarity, chosen = super().most_similar(sources, select(targets, new), new >= 0)
-            number = inverse(targets, len(self)).gather(1, chosen.clamp(min=0))
-            better = (new_similarity > similarity) | ((new_similarity == similarity) & (number < best))
-            better &= new_similarity > -torch.inf
-            similarity, best = torch.where(better, new_similarity, similarity), torch.where(better, number, best)
-        best = targets.gather(1, best)
-        changed = padded_nonzero((select(self._row, sources) >= 0) | (origin < 0))
-        if changed.shape[1]:
-            apart = super().most_similar(select(sources, changed), targets, usable)
-            place = changed.masked_fill(changed < 0, sources.shape[1])
-            similarity, best = (
-                pad(whole, (0, 1)).scatter_(1, place, part)[:, :-1]
-                for whole, part in zip((similarity, best), apart, strict=True)
-            )
-        return similarity, best
-
-    def _read(self, index: Tensor, unchanged: Callable[[Tensor], Tensor], changed: Tensor | None) -> Tensor:
-        rows = unchanged(select(self._origin, index))
-        if changed is not None:
-            row = select(self._row, index)
-            here = row >= 0
-            if not here.is_cpu:  # which would be waited for
-                known = row.clamp(min=0).unsqueeze(-1).expand_as(rows)
-                return torch.where(here.unsqueeze(-1), changed.gather(1, known), rows) if changed.shape[1] else rows
-            head = torch.arange(len(row), device=row.device).unsqueeze(1).expand_as(row)
-            rows[here] = changed[head[here], row[here]]
-        return rows
 
 
 @dataclass

@@ -348,9 +348,9 @@ def test_what_is_read_and_written_in_steady_state(policy, monkeypatch):
     gather_rows, most_similar = ops.gather_rows, ops.most_similar
     merge_entries = ops.merge_entries
 
-    def count_gather(units, plane, index):
+    def count_gather(units, plane, index, *changes):
         rows[plane] += int((index >= 0).sum())
-        return gather_rows(units, plane, index)
+        return gather_rows(units, plane, index, *changes)
 
     def count_similar(*args):
         calls["most_similar"] += 1

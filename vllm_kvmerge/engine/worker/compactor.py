@@ -21,6 +21,7 @@ from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.ops import (
     PLAIN_SOFTMAX,
+    ROW_PLANES,
     HeadPages,
     PagedKVCache,
     Rows,
@@ -41,7 +42,6 @@ from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.shares import fitted_budgets
 
-PLANES: tuple[Literal["keys", "values"], ...] = ("keys", "values")
 MAX_COSTS = 64
 """Costs of policies that are remembered."""
 
@@ -727,7 +727,7 @@ class Compactor:
         self, source: SequenceLayers, pool: SequenceLayers, destination: Destination, update: CacheUpdate, rows: Rows
     ) -> None:
         """Carries out a compaction whose entries lie in another cache; ``pool``: the layers its front will be in."""
-        keys, values = (ops.gather_rows(source, plane, update.kept) for plane in PLANES)
+        keys, values = (ops.gather_rows(source, plane, update.kept) for plane in ROW_PLANES)
         places = torch.arange(update.kept.shape[1], device=self.device).repeat(len(update.kept), 1)
         ops.write_rows(pool, destination, places, keys, values)
         ops.write_metadata(pool, destination, *update.metadata)

@@ -1,13 +1,12 @@
 """Live entries of sequences in a paged cache; keys and values are read on demand."""
 
 from copy import copy
-from typing import Literal
 
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import PLAIN_SOFTMAX, Fusion, SequenceLayers, Softmax
-from vllm_kvmerge.policies.entries import BLANK, LazyEntries
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, Changes, Fusion, PlaneName, SequenceLayers, Softmax
+from vllm_kvmerge.policies.entries import BLANK, Entries, LazyEntries
 from vllm_kvmerge.policies.pausing import compared_in_pieces
 
 
@@ -42,14 +41,12 @@ class PagedEntries(LazyEntries):
         return ops.gather_rows(self.seq_layers, "values", index)
 
     def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-        def compare(part: Tensor) -> tuple[Tensor, Tensor]:
-            return ops.most_similar(self.seq_layers, part, targets, usable)
+        return _most_similar(self.seq_layers, sources, targets, usable)
 
-        return compared_in_pieces(compare, sources, targets.shape[1], self.seq_layers.head_size)
+    def changed(self, changes: Changes, *metadata: Tensor) -> Entries:
+        return _PagedPlaces(self.seq_layers, changes, *metadata)
 
-    def mixed(
-        self, plane: Literal["keys", "values"], sources: Tensor, row: Tensor, shares: Tensor, targets: Tensor | None
-    ) -> Tensor:
+    def mixed(self, plane: PlaneName, sources: Tensor, row: Tensor, shares: Tensor, targets: Tensor | None) -> Tensor:
         return ops.mix_entries(self.seq_layers, plane, sources, row, shares, targets)
 
     def join_slots(
@@ -67,3 +64,29 @@ class PagedEntries(LazyEntries):
     ) -> Tensor:
         metadata = self.log_votes, self.positions
         return ops.fused_attention(self.seq_layers, queries, query_positions, *metadata, scale, fusion, softmax)
+
+
+class _PagedPlaces(LazyEntries):
+    """Places for live entries of sequence layers."""
+
+    def __init__(self, seq_layers: SequenceLayers, changes: Changes, *metadata: Tensor) -> None:
+        super().__init__(*metadata)
+        self._seq_layers, self._changes = seq_layers, changes
+
+    def keys_at(self, index: Tensor) -> Tensor:
+        return ops.gather_rows(self._seq_layers, "keys", index, self._changes)
+
+    def values_at(self, index: Tensor) -> Tensor:
+        return ops.gather_rows(self._seq_layers, "values", index, self._changes)
+
+    def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        return _most_similar(self._seq_layers, sources, targets, usable, self._changes)
+
+
+def _most_similar(
+    seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor, changes: Changes | None = None
+) -> tuple[Tensor, Tensor]:
+    def compare(part: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.most_similar(seq_layers, part, targets, usable, changes)
+
+    return compared_in_pieces(compare, sources, targets.shape[1], seq_layers.head_size)

@@ -13,7 +13,17 @@ from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
-from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, ScoreMode, ScoreUpdate, SequenceLayers, Softmax
+from vllm_kvmerge.ops import (
+    ROW_PLANES,
+    AttentionBatch,
+    Changes,
+    HeadPages,
+    PagedKVCache,
+    ScoreMode,
+    ScoreUpdate,
+    SequenceLayers,
+    Softmax,
+)
 from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.types import PageTables, cell_bytes
 from vllm_kvmerge.ops.zipping import ZipPlanes
@@ -205,9 +215,11 @@ def _read_entries(compactor: Compactor, blocks: Tensor, head_pages: bool) -> Non
         queries = torch.zeros(num_heads, compactor.group_size, 1, cache.head_size, device=device)
         index = torch.zeros(num_heads, 1, dtype=torch.int64, device=device)
         log_votes, _, _, positions = ops.gather_metadata(seq_layers)
-        ops.gather_rows(seq_layers, "keys", index)
-        ops.gather_rows(seq_layers, "values", index)
-        ops.most_similar(seq_layers, index, index, index == 0)
+        new = torch.zeros(num_heads, 1, cache.head_size, device=device)
+        for changes in (None, Changes(index, index, new, new), Changes(index, index, None, None)):
+            for plane in ROW_PLANES:
+                ops.gather_rows(seq_layers, plane, index, changes)
+            ops.most_similar(seq_layers, index, index, index == 0, changes)
         for fusion in FUSIONS:
             softmax = compactor.softmax(0).of_heads(slice(num_heads))
             ops.fused_attention(

@@ -32,9 +32,11 @@ from vllm_kvmerge.ops.triton.indexing import (
     hand_over,
     in_place,
     inverse,
+    join_changes,
     largest,
     line_up,
     list_joined,
+    log_contributions,
     mix_in,
     newest,
     num_live,
@@ -42,6 +44,7 @@ from vllm_kvmerge.ops.triton.indexing import (
     padded_nonzero,
     put,
     take,
+    take_rows,
     top,
 )
 from vllm_kvmerge.ops.triton.queries import keep_queries
@@ -51,10 +54,10 @@ from vllm_kvmerge.ops.triton.zipping import zip_groups
 # fmt: off
 __all__ = [
     "INTERPRETED", "attention_weights", "by_position", "description", "empty_places", "free_places", "fused_attention",
-    "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_entries", "join_slots",
-    "keep_queries", "largest", "line_up", "list_joined", "merge_entries", "mix_entries", "mix_in", "most_similar",
-    "move_entries", "newest", "num_live", "obstacle",
-    "overflowing", "padded_nonzero", "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition",
-    "solve_outputs", "take", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
+    "gather_metadata", "gather_rows", "hand_over", "in_place", "inverse", "join_changes", "join_entries", "join_slots",
+    "keep_queries", "largest", "line_up", "list_joined", "log_contributions", "merge_entries", "mix_entries", "mix_in",
+    "most_similar", "move_entries", "newest", "num_live", "obstacle", "overflowing", "padded_nonzero",
+    "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition", "solve_outputs", "take",
+    "take_rows", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
 ]
 # fmt: on

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from vllm_kvmerge.ops.triton.indexing import mix_in as mix_in  # for mix_entries
 from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
 from vllm_kvmerge.ops.types import (
     PLAIN_SOFTMAX,
+    Changes,
     Destination,
     HeadPages,
     Metadata,
+    PlaneName,
     SequenceLayers,
     Softmax,
     sent,
@@ -106,17 +108,29 @@ def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
     return metadata
 
 
-def gather_rows(seq_layers: SequenceLayers, plane: Literal["keys", "values"], index: Tensor) -> Tensor:
+def _changes(changes: Changes | None, plane: PlaneName) -> tuple[tuple[Tensor | None, ...], tuple[int, int]]:
+    """(tensors, sizes), as kernels take them."""
+    if changes is None:
+        return (None, None, None), (0, 0)
+    origin, new = changes.origin.contiguous(), changes.new(plane)
+    if new is None:
+        return (origin, None, None), (origin.shape[1], 0)
+    return (origin, changes.row.contiguous(), new.contiguous()), (origin.shape[1], new.shape[1])
+
+
+def gather_rows(seq_layers: SequenceLayers, plane: PlaneName, index: Tensor, changes: Changes | None = None) -> Tensor:
+    scales = seq_layers.scales(plane)
+    if changes is not None and scales is not None:  # new rows are not over a scale
+        return changes.read(plane, index, partial(gather_rows, seq_layers, plane))
     at, count = _arguments(seq_layers), index.shape[1]
     rows = torch.empty(at.num_heads, count, at.cache.head_size, device=at.device)
-    chosen = settings_for("rows", at.cache)
+    chosen, (changed, sizes) = settings_for("rows", at.cache), _changes(changes, plane)
     if rows.numel():
         entry_kernels.read_rows[at.grid(count, chosen.block_n)](
-            *at.entries, index.contiguous(), rows, *at.counts, count, at.blocks.stride(0),
+            *at.entries, *changed, index.contiguous(), rows, *at.counts, count, *sizes, at.blocks.stride(0),
             *at.strides(plane),
             PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
         )  # fmt: skip
-    scales = seq_layers.scales(plane)
     return rows if scales is None else rows.mul_(scales)
 
 
@@ -201,17 +215,20 @@ mix_entries = partial(reference.mix_entries, operators=sys.modules[__name__])
 turn_keys = partial(reference.turn_keys, operators=sys.modules[__name__])
 
 
-def most_similar(seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+def most_similar(
+    seq_layers: SequenceLayers, sources: Tensor, targets: Tensor, usable: Tensor, changes: Changes | None = None
+) -> tuple[Tensor, Tensor]:
     at = _arguments(seq_layers)
     similarity = torch.empty(sources.shape, device=at.device)
     best = torch.empty(sources.shape, dtype=torch.int64, device=at.device)
-    chosen = settings_for("similar", at.cache)
+    chosen, (changed, sizes) = settings_for("similar", at.cache), _changes(changes, "keys")
+    block_n = max(16, chosen.block_n // 2) if sizes[1] else chosen.block_n  # new keys need as many registers again
     if best.numel():
         entry_kernels.find_similar[at.grid(sources.shape[1], chosen.block_m)](
-            *at.entries, sources.contiguous(), targets.contiguous(), usable.contiguous().view(torch.uint8),
-            similarity, best, *at.counts, sources.shape[1], targets.shape[1], at.blocks.stride(0),
+            *at.entries, *changed, sources.contiguous(), targets.contiguous(), usable.contiguous().view(torch.uint8),
+            similarity, best, *at.counts, sources.shape[1], targets.shape[1], *sizes, at.blocks.stride(0),
             *at.strides("keys"),
-            COMPUTE=product_type(at.cache.keys.dtype), BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, **at.constants,
+            COMPUTE=product_type(at.cache.keys.dtype), BLOCK_M=chosen.block_m, BLOCK_N=block_n, **at.constants,
             **chosen.launch,
         )  # fmt: skip
     return similarity, best

@@ -11,7 +11,7 @@ from vllm_kvmerge.ops.triton.attention_kernels import LOG2E, capped
 from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, POSITIONS, SCORES, entry_place, plane_of
 
 CHANGING = ["num_layers", "num_entries", "num_rows", "num_slots", "num_sources", "num_targets", "window"]
-CHANGING += ["stride_blocks", "stride_to_blocks"]
+CHANGING += ["num_places", "num_new", "stride_blocks", "stride_to_blocks"]
 """Numbers that change from one compaction to the next: one machine code serves them all, so none is compiled while
 requests wait."""
 
@@ -106,27 +106,63 @@ def rows_at(
     return tl.load(at, mask=exists[:, None] & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[None, :], other=0.0)
 
 
+@triton.jit
+def changed_rows_at(
+    addresses, index, live, origin, new_row, new, num_places, num_new, front, tail, table, pages, layer, head,
+    num_heads, num_layers, stride_block, stride_head, stride_dim, stride_slot,
+    PLANE: tl.constexpr, ELEMENT: tl.constexpr, OUT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``rows_at`` as OUT, where ``index`` is of places if there is an ``origin``, of which some may be ``new``
+    (``Changes``)."""
+    if origin is None:
+        return rows_at(
+            addresses, index, live, front, tail, table, pages, layer, head, num_heads, num_layers, stride_block,
+            stride_head, stride_dim, stride_slot, PLANE, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        ).to(OUT)  # fmt: skip
+    else:
+        at = tl.program_id(0).to(tl.int64) * num_places + index
+        entry = tl.load(origin + at, mask=live, other=-1).to(tl.int32)
+        number = tl.full(index.shape, -1, tl.int64)
+        if new is not None:
+            number = tl.load(new_row + at, mask=live, other=-1)
+        is_new = number >= 0
+        rows = rows_at(
+            addresses, entry, (entry >= 0) & (is_new == 0), front, tail, table, pages, layer, head, num_heads,
+            num_layers, stride_block, stride_head, stride_dim, stride_slot, PLANE, ELEMENT, HEAD_SIZE, BLOCK_SIZE,
+            BLOCK_D,
+        ).to(OUT)  # fmt: skip
+        if new is None:
+            return rows
+        else:
+            dims = tl.arange(0, BLOCK_D)[None, :]
+            first = new + (tl.program_id(0).to(tl.int64) * num_new + number) * HEAD_SIZE
+            found = tl.load(first[:, None] + dims, mask=is_new[:, None] & (dims < HEAD_SIZE), other=0.0)
+            return tl.where(is_new[:, None], found.to(OUT), rows)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def read_rows(
-    addresses, layers, blocks, segments, pages, index, out, num_heads, num_layers, num_rows,
-    stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
+    addresses, layers, blocks, segments, pages, origin, new_row, new, index, out, num_heads, num_layers, num_rows,
+    num_places, num_new, stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
     PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Copies keys or values of the entries at ``index`` as float32. Grid: heads, tiles."""
+    """Copies keys or values of the entries or places at ``index`` as float32. Grid: heads, tiles."""
     seq_layer = tl.program_id(0) // num_heads
     front, tail = segments_of(segments, seq_layer)
     number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = number < num_rows
     at = tl.program_id(0).to(tl.int64) * num_rows + number
     entry = tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
-    rows = rows_at(
-        addresses, entry, wanted & (entry >= 0), front, tail, blocks + seq_layer.to(tl.int64) * stride_blocks, pages,
-        tl.load(layers + seq_layer), tl.program_id(0) % num_heads, num_heads, num_layers, stride_block, stride_head,
-        stride_dim, stride_slot, PLANE, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    rows = changed_rows_at(
+        addresses, entry, wanted & (entry >= 0), origin, new_row, new, num_places, num_new, front, tail,
+        blocks + seq_layer.to(tl.int64) * stride_blocks, pages, tl.load(layers + seq_layer),
+        tl.program_id(0) % num_heads, num_heads, num_layers, stride_block, stride_head, stride_dim, stride_slot, PLANE,
+        ELEMENT, tl.float32, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)[None, :]
-    tl.store(out + at[:, None] * HEAD_SIZE + dims, rows.to(tl.float32), mask=wanted[:, None] & (dims < HEAD_SIZE))
+    tl.store(out + at[:, None] * HEAD_SIZE + dims, rows, mask=wanted[:, None] & (dims < HEAD_SIZE))
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -210,16 +246,16 @@ def move_rows(
 
 @triton.jit(do_not_specialize=CHANGING)
 def find_similar(
-    addresses, layers, blocks, segments, pages, sources, targets, usable, similarity, best, num_heads, num_layers,
-    num_sources, num_targets,
+    addresses, layers, blocks, segments, pages, origin, new_row, new, sources, targets, usable, similarity, best,
+    num_heads, num_layers, num_sources, num_targets, num_places, num_new,
     stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
     ELEMENT: tl.constexpr, COMPUTE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The most similar target of some sources. Grid: heads, tiles of sources.
 
-    Products of keys in their stored type are exact except for the order of the sum; they are divided by norms
-    afterwards.
+    Products of keys in their stored type, to which new ones are rounded, are exact except for the order of the sum;
+    they are divided by norms afterwards.
     """
     seq_layer = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
@@ -229,9 +265,10 @@ def find_similar(
     number = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.program_id(0).to(tl.int64) * num_sources + number
     source = tl.load(sources + at, mask=number < num_sources, other=-1).to(tl.int32)
-    m = rows_at(
-        addresses, source, source >= 0, front, tail, table, pages, layer, head, num_heads, num_layers, stride_k_block,
-        stride_k_head, stride_k_dim, stride_k_slot, KEYS, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    m = changed_rows_at(
+        addresses, source, source >= 0, origin, new_row, new, num_places, num_new, front, tail, table, pages, layer,
+        head, num_heads, num_layers, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, KEYS, ELEMENT,
+        COMPUTE, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     m_norm = tl.sqrt(tl.sum(m.to(tl.float32) * m.to(tl.float32), 1))
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -242,12 +279,13 @@ def find_similar(
         live = place < num_targets
         target = tl.load(targets + base + place, mask=live, other=-1).to(tl.int32)
         allowed = tl.load(usable + base + place, mask=live, other=0) != 0
-        c = rows_at(
-            addresses, target, allowed & (target >= 0), front, tail, table, pages, layer, head, num_heads, num_layers,
-            stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, KEYS, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        c = changed_rows_at(
+            addresses, target, allowed & (target >= 0), origin, new_row, new, num_places, num_new, front, tail, table,
+            pages, layer, head, num_heads, num_layers, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, KEYS,
+            ELEMENT, COMPUTE, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
         )  # fmt: skip
         c_norm = tl.sqrt(tl.sum(c.to(tl.float32) * c.to(tl.float32), 1))
-        products = tl.dot(m.to(COMPUTE), tl.trans(c.to(COMPUTE)), input_precision="ieee")
+        products = tl.dot(m, tl.trans(c), input_precision="ieee")
         cosine = products / tl.maximum(m_norm, 1e-12)[:, None] / tl.maximum(c_norm, 1e-12)[None, :]
         cosine = tl.where(allowed[None, :], cosine, float("-inf"))
         most = tl.max(cosine, 1)
@@ -255,7 +293,8 @@ def find_similar(
         first = tl.min(tl.where(cosine == most[:, None], place[None, :], num_targets), 1)
         where = tl.where(most > top, first, where)
         top = tl.maximum(top, most)
-    tl.store(similarity + at, tl.minimum(top, 1.0), mask=number < num_sources)
+    top = tl.where(source >= 0, tl.minimum(top, 1.0), float("-inf"))
+    tl.store(similarity + at, top, mask=number < num_sources)
     tl.store(best + at, tl.load(targets + base + where), mask=number < num_sources)
 
 

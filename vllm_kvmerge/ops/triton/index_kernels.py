@@ -186,6 +186,73 @@ def take_planes(
     take_one(plane_4, out_4, blank_4, source, target, none, inside)
 
 
+@for_any("num_places", "num_changed", "num_earlier", "num_entries", "width")
+def join_changed(
+    kept, positions, changed, earlier, own, before, places, rows, num_places, num_changed, num_earlier, num_entries,
+    width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``reference.join_changes``. own: room for a number for each place, before: for each entry. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    invert(changed, own, num_changed, num_places, BLOCK)
+    invert(earlier, before, num_earlier, num_entries, BLOCK)
+    tl.debug_barrier()
+    count = tl.zeros([1], tl.int32)
+    for start in range(0, num_places, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < num_places
+        mine = tl.load(own + row * num_places + place, mask=inside, other=-1)
+        entry = tl.load(kept + row * num_places + place, mask=inside, other=-1)
+        live = tl.load(positions + row * num_places + place, mask=inside, other=-1) >= 0
+        theirs = tl.load(before + row * num_entries + entry, mask=live & (entry >= 0), other=-1)
+        number = tl.where(mine >= 0, mine, tl.where(theirs >= 0, theirs + num_changed, -1))
+        listed = inside & (number >= 0)
+        at = count + tl.cumsum(listed.to(tl.int32), 0) - 1
+        fits = listed & (at < width)
+        tl.store(places + row * width + at, place.to(tl.int64), mask=fits)
+        tl.store(rows + row * width + at, number, mask=fits)
+        count += tl.sum(listed.to(tl.int32), 0)
+    for start in range(0, width, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        nothing, behind = tl.full([BLOCK], -1, tl.int64), (place < width) & (place >= count)
+        tl.store(places + row * width + place, nothing, mask=behind)
+        tl.store(rows + row * width + place, nothing, mask=behind)
+
+
+@for_any("num_taken", "num_rows", "num_others")
+def pick_rows(
+    index, rows, others, out, num_taken, num_rows, num_others,
+    HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``reference.take_rows``. Grid: rows, tiles."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = row * num_taken + number
+    which = tl.load(index + at, mask=number < num_taken, other=-1)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    is_first, inside = which < num_rows, (which >= 0)[:, None] & (dims < HEAD_SIZE)
+    here = (row * num_rows + which)[:, None] * HEAD_SIZE + dims
+    there = (row * num_others + which - num_rows)[:, None] * HEAD_SIZE + dims
+    found = tl.load(rows + here, mask=inside & is_first[:, None], other=0.0)
+    found += tl.load(others + there, mask=inside & (is_first == 0)[:, None], other=0.0)
+    tl.store(out + at[:, None] * HEAD_SIZE + dims, found, mask=(number < num_taken)[:, None] & (dims < HEAD_SIZE))
+
+
+@for_any("size", "log_decay")
+def log_corrected(log_votes, scores, counts, out, size, log_decay, BLOCK: tl.constexpr):
+    """``reference.log_contributions``. Grid: tiles of all elements."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    count = tl.load(counts + at, mask=inside, other=0.0)
+    x = count * log_decay
+    # 1 - exp(x): by a series where both are nearly equal.
+    near = x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x / 40320)))))
+    share = tl.where(x > -0.5, -x * (1.0 + x * (0.5 + near)), 1.0 - tl.exp(x))
+    value = tl.load(log_votes + at, mask=inside, other=0.0) + tl.load(scores + at, mask=inside, other=0.0)
+    value = tl.where(count > 0.0, value - tl.log(share), float("-inf"))
+    tl.store(out + at, value, mask=inside)
+
+
 @triton.jit
 def put_one(plane, new, out, base, n, index, first, num_put, BLOCK: tl.constexpr):
     if plane is not None:

@@ -1,5 +1,6 @@
 """Index arithmetic over the entries of each row in Triton: one launch where PyTorch takes five to ten."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -97,6 +98,46 @@ def take(index: Tensor, planes: Sequence[Tensor], blanks: Sequence[float]) -> li
             *map(float, blanks), *[0.0] * len(missing), planes[0].shape[1], index.shape[1], BLOCK=TILE, num_warps=4,
         )  # fmt: skip
     return taken
+
+
+def join_changes(
+    kept: Tensor, positions: Tensor, changed: Tensor, earlier: Tensor, num_entries: int, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_places = kept.shape
+    width = min(num_places, changed.shape[1] + earlier.shape[1]) if width is None else width
+    own, before, places, rows = (
+        torch.empty(num_rows, size, dtype=torch.int64, device=kept.device)
+        for size in (num_places, num_entries, width, width)
+    )
+    if places.numel():
+        index_kernels.join_changed[(num_rows,)](
+            *(plane.contiguous() for plane in (kept, positions, changed, earlier)), own, before, places, rows,
+            num_places, changed.shape[1], earlier.shape[1], num_entries, width, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return places, rows
+
+
+def take_rows(index: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+    head_size = rows.shape[2]
+    taken = torch.empty(*index.shape, head_size, dtype=rows.dtype, device=rows.device)
+    if taken.numel():
+        size = power_of_two(head_size)
+        tile = max(1, 2048 // size)
+        index_kernels.pick_rows[(len(index), -(-index.shape[1] // tile))](
+            index.contiguous(), rows.contiguous(), others.contiguous(), taken, index.shape[1], rows.shape[1],
+            others.shape[1], HEAD_SIZE=head_size, BLOCK_N=tile, BLOCK_D=size, num_warps=4,
+        )  # fmt: skip
+    return taken
+
+
+def log_contributions(log_votes: Tensor, scores: Tensor, counts: Tensor, decay: float) -> Tensor:
+    out = torch.empty(scores.shape, device=scores.device)
+    if out.numel():
+        given = (plane.contiguous() for plane in (log_votes, scores, counts))
+        index_kernels.log_corrected[(-(-out.numel() // TILE),)](
+            *given, out, out.numel(), math.log(decay), BLOCK=TILE, num_warps=4
+        )
+    return out
 
 
 def put(index: Tensor, planes: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:

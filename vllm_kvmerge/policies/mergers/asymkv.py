@@ -81,8 +81,8 @@ class AsymKVMerger(Merger):
         for _ in range(num_rounds.bit_length()):  # as many merges lead from an entry to where it is
             into = into.gather(1, into)
         # Entries behind the valid ones may have been merged away: they are emptied below.
-        update.scores.scatter_(1, index, scores)
-        update.log_votes.scatter_(1, index, log_votes)
+        update.scores = update.scores.scatter(1, index, scores)
+        update.log_votes = update.log_votes.scatter(1, index, log_votes)
         gone = into != update.kept
         shares = torch.exp(entries.log_votes - update.log_votes.gather(1, into)).masked_fill(~gone, 0.0)
         sources = listed(gone, len(entries) - 1)

@@ -1,7 +1,7 @@
 """Merger that leaves the attention output of the scored queries unchanged, as far as one entry can (KeepKV)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -9,10 +9,11 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import PLAIN_SOFTMAX, Softmax
+from vllm_kvmerge.ops import Softmax
 from vllm_kvmerge.ops.attention import log_bias_correction
-from vllm_kvmerge.ops.zipping import ZipMode, ZipPlanes
+from vllm_kvmerge.ops.zipping import ZipGroups, ZipMode, ZipPlanes
 from vllm_kvmerge.policies.base import (
+    DEAD,
     MAX_QUERIES,
     CacheUpdate,
     CompressionContext,
@@ -21,9 +22,9 @@ from vllm_kvmerge.policies.base import (
     Queries,
     ScoreMode,
 )
-from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, comparing_tensors, gathering, sorting
+from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, gathering, sorting
 from vllm_kvmerge.policies.entries import PART_ENTRIES
-from vllm_kvmerge.policies.indexing import any_at, first, inverse, listed, select
+from vllm_kvmerge.policies.indexing import inverse, largest, listed, select
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.trackers import EmaDecay
 
@@ -148,7 +149,7 @@ class ZipMerger(Merger):
             return None
         update = self._pass(0, entries, importance, protected, context)
         for number in range(1, self.merge_passes):
-            is_met = update.is_live.sum(1) <= context.budget
+            is_met = update.num_live <= context.budget
             if is_met.is_cpu and is_met.all():  # a GPU would be waited for
                 break
             view = update.view(entries)
@@ -167,50 +168,39 @@ class ZipMerger(Merger):
         n = len(entries)
         scores = self._scores(entries, importance, context)
         candidates = scores.usable & ~protected
-        num_candidates = candidates.sum(1, keepdim=True)
-        # Candidates come first, the least important ahead.
-        order = scores.log_weights.masked_fill(~candidates, torch.inf).argsort(dim=1, stable=True)
-        rank = torch.arange(n, device=order.device)
+        num_candidates = candidates.sum(1)
         digit = number % max(1, (n - 1).bit_length())
         if digit == 0:
-            num_sources, num_targets = num_candidates // 2, n - n // 2
+            # The least important half.
+            may_join = ops.top(-scores.log_weights, ~candidates, candidates, num_candidates // 2)
+            may_take, num_targets = candidates ^ may_join, n - n // 2
         else:
             # Entries that first differ in this binary digit of their rank, as a share of all, are on different sides.
-            from_top = num_candidates - 1 - rank
-            joins_others = (from_top << (digit + 1)) // num_candidates.clamp(min=1) % 2 == 1
-            joins_others &= rank < num_candidates
-            side = torch.where(rank < num_candidates, (~joins_others).to(torch.int64), 2)
-            order = order.gather(1, side.argsort(dim=1, stable=True))
-            num_sources, num_targets = joins_others.sum(1, keepdim=True), n
-        # Ranks [0, num_sources) may join [num_sources, num_candidates).
-        sources = order[:, : n // 2]
-        upper = num_sources + rank[:num_targets]
-        similarity, targets = entries.most_similar(
-            sources, order.gather(1, upper.clamp(max=n - 1)), upper < num_candidates
-        )
-        joins = (rank[: n // 2] < num_sources) & (similarity > self.merge_threshold)
-        by_similarity = similarity.masked_fill(~joins, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        surplus = (entries.is_live.sum(1, keepdim=True) - context.budget).clamp(min=0)
-        joins = first(joins, by_similarity, surplus)
-        of_model = context.tracker_mode, context.softmax
-        everything = rank.repeat(len(sources), 1)
-        merged = self._absorb(entries, everything, everything, scores, sources, targets, joins, protected, *of_model)
-        gone = any_at(sources, joins, n)
-        return merged.without(gone)
+            ranked = scores.log_weights.masked_fill(~candidates, torch.inf)
+            from_top = num_candidates.unsqueeze(1) - 1 - ranked.argsort(dim=1, stable=True).argsort(dim=1)
+            odd = (from_top << (digit + 1)) // num_candidates.clamp(min=1).unsqueeze(1) % 2 == 1
+            may_join, may_take, num_targets = candidates & odd, candidates & ~odd, n
+        sources, targets = listed(may_join, n // 2), listed(may_take, num_targets)
+        if not (sources.shape[1] and targets.shape[1]):
+            return CacheUpdate.unchanged(entries)
+        similarity, targets = entries.most_similar(sources, targets, targets >= 0)
+        surplus = entries.num_live - context.budget
+        joins = (similarity > self.merge_threshold) & largest(similarity, surplus)
+        merged, groups = self._absorb(entries, None, scores, sources, targets, joins, protected, context)
+        nothing = torch.full_like(groups.sources, DEAD)
+        kept, positions = ops.put(groups.sources, [merged.kept, merged.positions], [nothing, nothing])
+        return replace(merged, kept=kept, positions=positions)
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
         scores = self._scores(entries, importance, context)
-        place = inverse(kept, len(entries))
-        evicted = listed(scores.usable & (place < 0), len(entries) - kept.shape[1])
+        evicted = listed(scores.usable & (inverse(kept, len(entries)) < 0), len(entries) - kept.shape[1])
         if evicted.shape[1] == 0:
             return CacheUpdate.of(entries, kept)
-        sources = evicted.clamp(min=0)
-        similarity, targets = entries.most_similar(sources, kept, scores.usable.gather(1, kept))
-        joins = (evicted >= 0) & (similarity > self.merge_threshold)
-        of_model = context.tracker_mode, context.softmax
-        return self._absorb(entries, kept, place, scores, sources, targets, joins, protected, *of_model)
+        similarity, targets = entries.most_similar(evicted, kept, scores.usable.gather(1, kept))
+        joins = similarity > self.merge_threshold
+        return self._absorb(entries, kept, scores, evicted, targets, joins, protected, context)[0]
 
     def _scores(self, entries: Entries, importance: Tensor, context: CompressionContext) -> _Scores:
         """importance: ``[H, n]``, the tracker's; ``log_ema``'s is ln(p s_hat) itself."""
@@ -249,60 +239,59 @@ class ZipMerger(Merger):
     def _absorb(
         self,
         entries: Entries,
-        kept: Tensor,
-        place: Tensor,
+        kept: Tensor | None,
         scores: _Scores,
         sources: Tensor,
         targets: Tensor,
         joins: Tensor,
         protected: Tensor,
-        mode: ScoreMode,
-        softmax: Softmax = PLAIN_SOFTMAX,
-    ) -> CacheUpdate:
+        context: CompressionContext,
+    ) -> tuple[CacheUpdate, ZipGroups]:
         """KeepKV eq. 25: the entries at ``kept``, in which each target has taken in the sources that join it.
 
-        kept: ``[H, c]`` int64, and place: ``[H, n]``, its ``inverse``. sources, targets: ``[H, m]`` int64, indices of
-        entries; targets are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool. mode: the
-        tracker's.
+        kept: ``[H, c]`` int64; None: all entries, those that join others too. sources, targets: ``[H, m]`` int64,
+        indices of entries; targets are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool.
         """
         known = entries.log_votes, entries.scores, entries.query_counts, entries.positions, protected
         planes = ZipPlanes(*known, scores.log_scores, scores.log_norms)
-        groups = ops.zip_groups(sources, targets, joins, planes, mode, self.zip_mode, softmax)
+        of_model = context.tracker_mode, self.zip_mode, context.softmax
+        groups = ops.zip_groups(sources, targets, joins, planes, *of_model)
 
         joining = groups.sources, groups.groups, groups.shares, groups.targets
         keys, values = entries.mixed("keys", *joining), entries.mixed("values", *joining)
         keys *= groups.factors.unsqueeze(-1)
-        update = CacheUpdate.of(entries, kept)
-        changed = select(place, groups.targets)
+        if kept is None:
+            update, changed = CacheUpdate.unchanged(entries), groups.targets
+        else:
+            update, changed = CacheUpdate.of(entries, kept), select(inverse(kept, len(entries)), groups.targets)
         before, new = (
             [update.log_votes, update.positions, update.scores],
             [groups.log_votes, groups.positions, groups.scores],
         )
         log_votes, positions, merged_scores = ops.put(changed, before, new)
         metadata = {"log_votes": log_votes, "positions": positions, "scores": merged_scores}
-        return update.write(changed, keys, values, joins.sum(1), **metadata)
+        return update.write(changed, keys, values, joins.sum(1), **metadata), groups
 
     def cost(self, shape: CostShape) -> Cost:
         n, m, c = shape.num_entries, shape.num_leaving, shape.num_kept
         scoring = self._scoring_cost(shape)
         if not (self.merge_first and shape.at_prompt_end):
             return scoring + comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
-        # Half of the entries may go into the other half, and the rest again: compared as tensors where merges have
-        # changed them, while the rows of these are held.
+        # Half of the entries may go into the other half, and the rest again, while the rows of these are held.
         joined = min(n // 2, m)
         first = comparing(n // 2, n - n // 2, shape.head_size) + self._absorb_cost(joined, joined, shape)
         later = comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
-        held = 2 * joined * shape.head_size + comparing_tensors(m, c, shape.head_size)
+        held = 2 * joined * shape.head_size
         cost = Cost(
             max(first.numbers, held + later.numbers),
             first.products + later.products,
-            first.touches + later.touches + 2 * sorting(n),
+            first.touches + later.touches,
         )
         if self.merge_passes > 1:
             # Each compares up to half of the entries with all, and is composed with those before it.
             changed = 4 * min(n, m) * shape.head_size
             further = comparing(n // 2, n, shape.head_size) + self._absorb_cost(joined, joined, shape)
-            further += Cost(changed + comparing_tensors(n // 2, n, shape.head_size), 0, 2 * sorting(n) + 2 * changed)
+            further += Cost(changed, 0, 2 * sorting(n) + 2 * changed)
             cost = Cost(cost.numbers + further.numbers, cost.products, cost.touches)
             cost += Cost(0, further.products, further.touches) * (self.merge_passes - 1)
         return cost + scoring * (self.merge_passes + 1)
