@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_kvmerge.policies import DEAD, CompressionContext, Entries, Heads, Queries
+from vllm_kvmerge.policies import DEAD, CacheUpdate, CompressionContext, Entries, Heads, Queries
 from vllm_kvmerge.policies.rotation import Rotation
 
 torch.set_num_threads(1)
@@ -119,6 +119,23 @@ def assert_sound(entries: Entries, budget: int) -> None:
     for row in entries.positions.tolist():
         live = [position for position in row if position != DEAD]
         assert len(set(live)) == len(live)
+
+
+def random_update(entries: Entries, num_places: int, num_changed: int, generator: torch.Generator) -> CacheUpdate:
+    """Some entries in random places, some places empty, some with new rows."""
+    heads, n, d = entries.keys.shape
+    kept = torch.rand(heads, max(n, num_places), generator=generator).argsort(1)[:, :num_places]
+    kept = kept.masked_fill(kept >= n, DEAD)
+    update = CacheUpdate.of(entries, kept.clamp(min=0))
+    empty = (kept < 0) | (torch.rand(heads, num_places, generator=generator) < 0.1)
+    update.kept = kept.masked_fill(empty, DEAD)
+    update.positions = update.positions.masked_fill(empty, DEAD)
+    changed = torch.rand(heads, num_places, generator=generator).argsort(1)[:, :num_changed]
+    update.changed = changed.masked_fill(torch.rand(changed.shape, generator=generator) < 0.3, DEAD)
+    update.keys = torch.randn(heads, num_changed, d, generator=generator)
+    update.values = torch.randn(heads, num_changed, d, generator=generator)
+    update.scores = torch.rand(heads, num_places, generator=generator)
+    return update
 
 
 def assert_same(one: Entries, other: Entries) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, assert_same, random_entries, stack_rows
+from tests.policies.sampling import SEEDS, assert_same, random_entries, random_update, stack_rows
 from tests.policies.test_baselines import built
 from tests.policies.test_composition import context_for, entries_for
 from vllm_kvmerge.policies import DEAD, PRESETS, CacheUpdate
@@ -19,23 +19,6 @@ from vllm_kvmerge.policies.indexing import (
     padded_nonzero,
     select,
 )
-
-
-def random_update(entries, num_places, num_changed, generator):
-    """Some entries in random places, some places empty, some with new rows."""
-    heads, n, d = entries.keys.shape
-    kept = torch.rand(heads, max(n, num_places), generator=generator).argsort(1)[:, :num_places]
-    kept = kept.masked_fill(kept >= n, DEAD)
-    update = CacheUpdate.of(entries, kept.clamp(min=0))
-    empty = (kept < 0) | (torch.rand(heads, num_places, generator=generator) < 0.1)
-    update.kept = kept.masked_fill(empty, DEAD)
-    update.positions = update.positions.masked_fill(empty, DEAD)
-    changed = torch.rand(heads, num_places, generator=generator).argsort(1)[:, :num_changed]
-    update.changed = changed.masked_fill(torch.rand(changed.shape, generator=generator) < 0.3, DEAD)
-    update.keys = torch.randn(heads, num_changed, d, generator=generator)
-    update.values = torch.randn(heads, num_changed, d, generator=generator)
-    update.scores = torch.rand(heads, num_places, generator=generator)
-    return update
 
 
 @examples(100)

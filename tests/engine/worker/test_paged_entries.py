@@ -5,10 +5,10 @@ import torch
 
 from tests.entries import gather_entries
 from tests.ops.conftest import CacheMaker
-from tests.policies.sampling import stack_rows
+from tests.policies.sampling import random_update, stack_rows
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
-from vllm_kvmerge.ops import SequenceLayers
+from vllm_kvmerge.ops import ROW_PLANES, SequenceLayers
 from vllm_kvmerge.policies.base import Entries
 
 SEQUENCES = [(0, 0, 60), (20, 100, 140), (37, 64, 87)]
@@ -56,6 +56,28 @@ def test_reads_are_those_of_the_dense_entries(dtype, heads):
     assert torch.equal(view.is_live, expected.is_live) and torch.equal(view.log_votes, expected.log_votes)
     assert torch.equal(view.keys_at(some), dense.keys_at(some))
     assert torch.equal(paged.is_live, dense.is_live)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_an_update_leaves_is_that_of_the_dense_entries(dtype):
+    paged, dense = sample(dtype)
+    generator = torch.Generator().manual_seed(3)
+    update = random_update(dense, 60, 20, generator)
+    update.keys, update.values = (rows.to(dtype).float() for rows in (update.keys, update.values))
+    view, expected = update.view(paged), update.apply(dense)
+    index = torch.rand(len(dense.positions), 60, generator=generator).argsort(1)
+    some = index[:, :20].masked_fill(torch.rand(len(index), 20, generator=generator) < 0.2, -1)
+    for name in ("keys_at", "values_at"):
+        assert torch.equal(getattr(view, name)(some), getattr(expected, name)(some))
+    usable = expected.is_live.gather(1, index[:, 20:])
+    for one, other in zip(
+        view.most_similar(some, index[:, 20:], usable), expected.most_similar(some, index[:, 20:], usable), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    row, shares = torch.zeros_like(some), torch.rand(some.shape, generator=generator).masked_fill(some < 0, 0.0)
+    for plane in ROW_PLANES:
+        mixing = plane, some, row, shares, index[:, 30:34]
+        torch.testing.assert_close(view.mixed(*mixing), expected.mixed(*mixing))
 
 
 @pytest.mark.parametrize("fusion", ["sum", "max"])
