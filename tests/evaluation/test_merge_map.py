@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from tests.ops.conftest import CacheMaker
 from tests.policies.sampling import assert_same, newest_queries, random_entries, rope
+from vllm_kvmerge import ops
+from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.evaluation import merge_map
 from vllm_kvmerge.evaluation.merge_map import Provenance, RecordedPolicy
+from vllm_kvmerge.ops import SequenceLayers
 from vllm_kvmerge.policies import DEAD, MERGERS, CompressionContext, Heads
 from vllm_kvmerge.request.parameters import parse_compression
 
@@ -103,6 +107,29 @@ def test_rows_sum_to_one(name):
     assert (rows != 0).sum() > len(rows) > 0
     torch.testing.assert_close(rows.sum(1), torch.ones(len(rows)), rtol=1e-4, atol=1e-4)
     assert (rows.min() >= 0) == (name in MEANS)
+
+
+def test_merged_keys_are_compared_as_in_the_cache(monkeypatch):
+    """Where operators round them, as they may; the threshold is close to many similarities."""
+    most_similar = ops.most_similar
+
+    def rounding(seq_layers, sources, targets, usable, changes=None):
+        if changes is not None:
+            changes = replace(changes, keys=changes.keys.bfloat16().float())
+        return most_similar(seq_layers, sources, targets, usable, changes)
+
+    monkeypatch.setattr(ops, "most_similar", rounding)
+    num_entries, size = 1000, 32
+    maker = CacheMaker(0, HEADS, size, 16, torch.bfloat16)
+    sequence = maker.sequence(0, 0, num_entries)
+    maker.pages.scores.copy_(maker.randn(*maker.pages.scores.shape))
+    maker.pages.aux.fill_(3.0)
+    entries = PagedEntries.gather(SequenceLayers.of(maker.pages, sequence.blocks, 0, 0, num_entries))
+    policy = policy_of({"policy": "keepkv", "merge_threshold": 0.4, "merge_passes": 4})
+    context = CompressionContext.of_layer(entries, 100, num_entries, at_prompt_end=True)
+    mixtures = []
+    result = RecordedPolicy.of(policy, mixtures.append).compress(entries, context)
+    assert result.num_merged > 1000 and mixtures[0].residual < 1e-5
 
 
 def test_values_that_cam_adds_make_sums_larger():

@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.ops import PLAIN_SOFTMAX, Fusion, Softmax
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, Changes, Fusion, Softmax
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, CompressionResult, Entries, Selector
 from vllm_kvmerge.policies.entries import LazyEntries
 from vllm_kvmerge.policies.indexing import inverse, select
@@ -182,6 +182,30 @@ class _Tagged(LazyEntries):
 
     def of_rows(self, rows: list[int]) -> "_Tagged":
         return _Tagged(self._base.of_rows(rows), self._columns, self._pads_keys)
+
+    def changed(self, changes: Changes, *metadata: Tensor) -> Entries:
+        keys = changes.keys
+        if self._pads_keys and keys is not None:
+            keys = keys[..., : -len(self._columns)]
+        compared = self._base.changed(replace(changes, keys=keys), *metadata)
+        return _TaggedPlaces(super().changed(changes, *metadata), compared)
+
+
+class _TaggedPlaces(LazyEntries):
+    """Places for tagged entries, compared as those that are not tagged: an operator on these may round new keys."""
+
+    def __init__(self, places: Entries, compared: Entries) -> None:
+        super().__init__(*places.metadata)
+        self._places, self._compared = places, compared
+
+    def keys_at(self, index: Tensor) -> Tensor:
+        return self._places.keys_at(index)
+
+    def values_at(self, index: Tensor) -> Tensor:
+        return self._places.values_at(index)
+
+    def most_similar(self, sources: Tensor, targets: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        return self._compared.most_similar(sources, targets, usable)
 
 
 class _Selections(Selector):
