@@ -200,8 +200,8 @@ void gather_head(const SequenceLayer& one, int64_t head, bool keys, const int64_
   }
 }
 
-// Places for entries, some of which have new keys or values: origin, [rows, num_places], is a place's entry; row, likewise,
-// where it is in `rows`, [rows, num_rows, head_size]; negative: none. Without origins indices are of entries.
+// Places for entries, some of which have new keys or values: origin, [rows, num_places], is a place's entry; row,
+// likewise, where it is in `rows`, [rows, num_rows, head_size]; negative: none. Without origins indices are of entries.
 struct Changes {
   const int64_t *origin = nullptr, *row = nullptr;
   const float* rows = nullptr;
@@ -233,7 +233,8 @@ void gather_rows(const SequenceLayers& seq_layers, bool keys, const int64_t* ind
                    entries[i] = changes.new_at(row, some[i], d) ? -1 : changes.entry_at(row, some[i]);
                  gather_head<T>(one, head, keys, entries, last - first, rows + start * d);
                  for (int64_t i = 0; i < last - first; ++i)
-                   if (const float* fresh = changes.new_at(row, some[i], d)) std::copy_n(fresh, d, rows + (start + i) * d);
+                   if (const float* fresh = changes.new_at(row, some[i], d))
+                     std::copy_n(fresh, d, rows + (start + i) * d);
                });
   });
 }
@@ -302,8 +303,13 @@ void join_entries(const Kernels& kernels, const SequenceLayers& seq_layers, cons
 
 inline float inverse_length(float squares) { return 1.0f / std::max(std::sqrt(squares), 1e-12f); }
 
-// Writes the key of an entry or place as it is multiplied, elements `step` apart; zeros where there is none. Returns one
-// over its length.
+// Rounding must not lift a cosine above every threshold. A key that holds no number, or an infinite one, has none.
+inline float similarity_of(float cosine, bool none) {
+  return none || cosine != cosine ? -std::numeric_limits<float>::infinity() : std::min(1.0f, cosine);
+}
+
+// Writes the key of an entry or place as it is multiplied, elements `step` apart; zeros where there is none. Returns
+// one over its length.
 template <class T, class Q>
 float read_key(const SequenceLayer& one, const Segments& s, int64_t head, int64_t row, const Changes& changes,
                int64_t index, Q* key, int64_t step) {
@@ -394,9 +400,7 @@ void find_most_similar(const Kernels& kernels, const SequenceLayers& seq_layers,
                for (int64_t r = 0; r < rows; ++r) {
                  const int64_t to = head * num_sources + first + r;
                  const bool none = counts[head] == 0;
-                 const float product = found[r] * lengths[r];  // no number if the source is none
-                 similarity[to] =
-                     none || own[r] < 0 || product != product ? -std::numeric_limits<float>::infinity() : std::min(1.0f, product);
+                 similarity[to] = similarity_of(found[r] * lengths[r], none || own[r] < 0);
                  best[to] = targets[head * num_targets + (none ? 0 : names[head * num_tiles * kTile + where[r]])];
                }
              });
@@ -435,8 +439,8 @@ void find_most_similar_entries(const Kernels& kernels, const SequenceLayers& seq
     kernels.similar_entries(x);
     for (int64_t r = 0; r < num_sources; ++r) {
       const bool none = where[r] == INT32_MAX;
-      similarity[row * num_sources + r] =
-          none || sources[row * num_sources + r] < 0 ? -std::numeric_limits<float>::infinity() : std::min(1.0f, found[r] * lengths[r]);
+      const int64_t to = row * num_sources + r;
+      similarity[to] = similarity_of(found[r] * lengths[r], none || sources[to] < 0);
       best[row * num_sources + r] = own[none ? 0 : where[r]];
     }
   });
@@ -750,6 +754,18 @@ struct Batch {
     }
   }
 
+  // [rows, count] numbers below size, or negative.
+  const int64_t* indices(const char* name, const char* what, const TensorView& index, int64_t size) const {
+    const Argument a(name, index);
+    const int64_t *values = a.contiguous({num_rows, -1}).i64(), count = a.size(0) * a.size(1);
+    bool valid = true;
+    for (int64_t i = 0; i < count; ++i) valid &= values[i] < size;
+    for (int64_t i = 0; !valid && i < count; ++i)
+      KVM_CHECK(values[i] < size, IndexError)
+          << name << ": there is no " << what << " " << values[i] << " among " << size;
+    return values;
+  }
+
   // [rows, count] indices of entries, negative where there is none.
   const int64_t* entries(const char* name, const TensorView& index) const {
     return indices(name, "entry", index, num_entries);
@@ -773,19 +789,6 @@ struct Batch {
     Argument("row", row.value()).check_shape({num_rows, found.num_places});
     return found;
   }
-
- private:
-  const int64_t* indices(const char* name, const char* what, const TensorView& index, int64_t size) const {
-    const Argument a(name, index);
-    const int64_t *values = a.contiguous({num_rows, -1}).i64(), count = a.size(0) * a.size(1);
-    bool valid = true;
-    for (int64_t i = 0; i < count; ++i) valid &= values[i] < size;
-    for (int64_t i = 0; !valid && i < count; ++i)
-      KVM_CHECK(values[i] < size, IndexError) << name << ": there is no " << what << " " << values[i] << " among " << size;
-    return values;
-  }
-
- public:
 
   // Checks that the places [0, count) exist.
   void check_places(int64_t count) const {

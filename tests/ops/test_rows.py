@@ -227,11 +227,13 @@ def test_what_is_no_source_is_similar_to_none(operators, num_sources):
     assert similarity.isfinite().all(1).tolist() == [True, False, True] and not similarity[1].isfinite().any()
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("num_targets", [3, 90])
-def test_a_key_that_is_no_number_is_similar_to_none(num_targets, operators):
-    """However many targets there are, which decides how it is found."""
+def test_a_key_that_is_no_number_is_similar_to_none(num_targets, number, operators):
+    """However many targets there are, which decides how it is found; nor is one of infinite length."""
     maker, s = make(torch.float32, (37, 200, 231, 0))
-    rows = maker.randn(3, 1, 48).fill_(torch.nan)
+    rows = maker.randn(3, 1, 48)
+    rows[..., 7] = number
     operators.write_rows(seq_layers(maker, s), s.blocks[None], torch.full((3, 1), 4), rows, None)
     targets = torch.arange(5, 5 + num_targets).clamp(max=s.keys.shape[1] - 1).expand(3, -1).contiguous()
     sources = torch.full((3, 2), 4)

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from compaction_cost import Scene, Sizes, peak_bytes  # noqa: E402
 
+from vllm_kvmerge import ops
 from vllm_kvmerge.ops import cpu
-from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
+from vllm_kvmerge.ops.zipping import ZipGroups
+from vllm_kvmerge.policies import DEAD, PARTS, PRESETS, CompressionPolicy, indexing, update
 from vllm_kvmerge.policies.choice import PartNames
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, measure_rates
 from vllm_kvmerge.policies.selectors import Recent
@@ -90,6 +93,25 @@ def test_parts_hold_no_more_than_they_state(kind, name, sizes, num_entries, budg
 )
 def test_parameters_that_cost_much(parameters):
     assert_enough_is_stated(parameters, Sizes(layers=2, kv_heads=2), 1200, 130)
+
+
+@pytest.mark.parametrize("budget", [40, 290])
+@pytest.mark.parametrize("passes", [1, 3, 8])
+@pytest.mark.parametrize("threshold", [0.8, -1.0])
+def test_lists_as_wide_as_a_gpus(threshold, passes, budget, monkeypatch):
+    """Rows of what may join and take are held there, however few do."""
+    parameters = {"policy": "keepkv", "merge_threshold": threshold, "merge_passes": passes}
+    zip_groups = ops.zip_groups
+
+    def wide(sources, *rest):
+        blanks = ZipGroups(DEAD, DEAD, 0, 0.0, 1.0, 0.0, 0.0, DEAD)
+        found = zip(zip_groups(sources, *rest), blanks, strict=True)
+        return ZipGroups(*(pad(one, (0, sources.shape[1] - one.shape[1]), value=blank) for one, blank in found))
+
+    monkeypatch.setattr(ops, "zip_groups", wide)
+    for module in (indexing, update):
+        monkeypatch.setattr(module, "width_on", lambda device, most: most)
+    assert_enough_is_stated(parameters, Sizes(layers=2, kv_heads=2), 320, budget)
 
 
 def bytes_with_output_weights(policy: str, sizes: Sizes, exponents: list[float]) -> tuple[int, int]:

@@ -447,7 +447,7 @@ def most_similar(
     sources: ``[H, m]``, targets: ``[H, c]`` int64, indices of entries, or of the places of ``changes``; negative where
     there is none, and then a target is not usable. usable: ``[H, c]`` bool. Returns the similarity, ``[H, m]`` float32,
     at most 1, -inf where there is no source or no target is usable, and the target's index, ``[H, m]``. Other
-    implementations may round new keys to the cache's dtype.
+    implementations may round new keys to the dtype that they multiply the cache's in.
     """
     source_keys, target_keys = (gather_rows(seq_layers, "keys", index, changes) for index in (sources, targets))
     return similarity.most_similar(source_keys, target_keys, sources, targets, usable)
@@ -922,10 +922,10 @@ def take_rows(index: Tensor, rows: Tensor, others: Tensor) -> Tensor:
     """``[H, m, d]``: of ``rows`` (``[H, r, d]``), and behind them ``others`` (``[H, s, d]``), those at ``index``
     (``[H, m]`` int64); zeros where that is negative."""
     taken = rows.new_zeros(*index.shape, rows.shape[2])
-    for some, at in ((rows, index), (others, index - rows.shape[1])):
-        if last := some.shape[1]:
-            found = some.gather(1, at.clamp(0, last - 1).unsqueeze(-1).expand_as(taken))
-            taken = torch.where(((at >= 0) & (at < last)).unsqueeze(-1), found, taken)
+    if rows.shape[1] + others.shape[1]:
+        for out, which, some, more in zip(taken, index, rows, others, strict=True):  # as little as that is held twice
+            found = torch.cat([some, more]).index_select(0, which.clamp(min=0))
+            out.copy_(found.masked_fill_((which < 0).unsqueeze(1), 0.0))
     return taken
 
 
@@ -936,9 +936,9 @@ def join_changes(
     int64.
 
     kept: ``[H, C]`` int64, the entry, of ``num_entries``, that a place holds. positions: ``[H, C]`` int64, negative
-    where it is dead, and nothing earlier stays. changed: ``[H, r]`` int64, places that the update changes. earlier:
-    ``[H, s]`` int64, entries that the earlier one has changed. Neither has one twice; negative: none. Rows below r are
-    those of ``changed``, from there on those of ``earlier``. width: as for ``padded_nonzero``.
+    where it is dead; such a place keeps no earlier row. changed: ``[H, r]`` int64, places that the update changes.
+    earlier: ``[H, s]`` int64, entries that the earlier one has changed. Neither has one twice; negative: none. Rows
+    below r are those of ``changed``, from there on those of ``earlier``. width: as for ``padded_nonzero``.
     """
     before = take(kept.masked_fill(positions < 0, -1), [inverse(earlier, num_entries)], [-1])[0]
     row = inverse(changed, kept.shape[1])

@@ -34,7 +34,7 @@ def most_similar(
             if any_unusable:
                 cosine.masked_fill_(unusable[heads], -torch.inf)
             similarity[part], best[part] = cosine.max(dim=-1)
-    # Rounding must not lift a cosine above every threshold, and NaN compares with none.
+    # Rounding must not lift a cosine above every threshold; a NaN is none.
     similarity = similarity.clamp(max=1.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     similarity = similarity.masked_fill(source_index < 0, -torch.inf)
     return similarity, index.gather(1, best)

@@ -10,7 +10,7 @@ from vllm_kvmerge.policies.entries import Entries
 # fmt: off
 __all__ = [
     "by_position", "complement", "in_place", "inverse", "largest", "listed", "mask_of", "newest",
-    "padded_nonzero", "ranked", "select", "sinks", "top",
+    "padded_nonzero", "ranked", "select", "sinks", "top", "width_on",
 ]
 # fmt: on
 
@@ -32,9 +32,14 @@ def select(plane: Tensor, index: Tensor) -> Tensor:
 
 
 def listed(mask: Tensor, most: int) -> Tensor:
-    """``padded_nonzero`` of a mask with at most ``most`` true elements per head: as wide as need be on a CPU, and as
-    ``most`` on a GPU, which would be waited for."""
-    return padded_nonzero(mask, None if mask.is_cpu else most)
+    """``padded_nonzero`` of a mask with at most ``most`` true elements per head, as wide as ``width_on`` says."""
+    return padded_nonzero(mask, width_on(mask.device, most))
+
+
+def width_on(device: torch.device, most: int) -> int | None:
+    """Width of a list of up to ``most``: None, as wide as need be, on a CPU, and ``most`` on a GPU, which would be
+    waited for."""
+    return None if device.type == "cpu" else most
 
 
 def by_position(entries: Entries) -> Tensor:

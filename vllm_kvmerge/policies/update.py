@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import ROW_PLANES, Changes, PlaneName
 from vllm_kvmerge.policies.entries import BLANK, DEAD, Entries
-from vllm_kvmerge.policies.indexing import inverse, select
+from vllm_kvmerge.policies.indexing import inverse, select, width_on
 
 
 @dataclass
@@ -42,7 +42,7 @@ class CacheUpdate:
 
     @classmethod
     def unchanged(cls, entries: Entries) -> "CacheUpdate":
-        """All entries as they are, whose metadata it shares."""
+        """All entries as they are, with their own metadata, which is not to be changed in place."""
         return cls._as_they_are(entries.all_indices, *entries.metadata)
 
     @classmethod
@@ -104,7 +104,7 @@ class CacheUpdate:
     def after(self, earlier: "CacheUpdate", entries: Entries) -> "CacheUpdate":
         """This update of ``entries``, the result of ``earlier``, as an update of the entries before that."""
         most = min(self.num_places, earlier.changed.shape[1] + self.changed.shape[1])
-        width = None if self.kept.is_cpu else most  # a GPU would be waited for
+        width = width_on(self.kept.device, most)
         places, row = ops.join_changes(self.kept, self.positions, self.changed, earlier.changed, len(entries), width)
 
         def joined(plane: PlaneName) -> Tensor | None:
@@ -185,7 +185,7 @@ class CacheUpdate:
         return cls(**stacked)  # type: ignore[arg-type]
 
     def _rows(self, plane: PlaneName, entries: Entries) -> Tensor:
-        """``[H, r, d]``: keys or values of all that has changed, the plane may stay as it is."""
+        """``[H, r, d]``: keys or values of all that has changed, even if this plane has not."""
         rows: Tensor | None = getattr(self, plane)
         if rows is not None:
             return rows

@@ -101,7 +101,8 @@ class ZipMerger(Merger):
     Before selection (``merge_first``, table 3): at the end of the prompt, similar pairs of unprotected entries are
     merged, the most similar first, until the budget is met or no pair exceeds T. Its cost is quadratic in the length
     of the prompt. A pass compares sources with targets: the less important half with the more important one, then, in
-    further ``merge_passes``, halves within halves, so that any two entries are compared within log2(n) passes.
+    further ``merge_passes``, halves within halves, so that any two entries are compared within log2(n) passes. Of what
+    is equally important or similar, the entry of lower index comes first.
 
     Entries that were never scored have no weight: they neither join nor are joined.
     """
@@ -273,26 +274,27 @@ class ZipMerger(Merger):
         return update.write(changed, keys, values, joins.sum(1), **metadata), groups
 
     def cost(self, shape: CostShape) -> Cost:
-        n, m, c = shape.num_entries, shape.num_leaving, shape.num_kept
+        n, m, c, d = shape.num_entries, shape.num_leaving, shape.num_kept, shape.head_size
         scoring = self._scoring_cost(shape)
+        later = comparing(m, c, d) + self._absorb_cost(m, shape)
         if not (self.merge_first and shape.at_prompt_end):
-            return scoring + comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
-        # Half of the entries may go into the other half, and the rest again, while the rows of these are held.
-        joined = min(n // 2, m)
-        first = comparing(n // 2, n - n // 2, shape.head_size) + self._absorb_cost(joined, joined, shape)
-        later = comparing(m, c, shape.head_size) + self._absorb_cost(m, min(m, c), shape)
-        held = 2 * joined * shape.head_size
+            return scoring + later
+        # Half of the entries may go into the other half, and the rest again, while the rows of these are held; then
+        # those of both are put together. A GPU's are as many as there may be, whether they have changed or not.
+        half = n // 2
+        first = comparing(half, n - half, d) + self._absorb_cost(half, shape)
+        held = 2 * (half if self.merge_passes == 1 else n) * d
+        joined = 2 * (m + min(c, half + m)) * d
         cost = Cost(
-            max(first.numbers, held + later.numbers),
+            max(first.numbers, held + max(later.numbers, joined)),
             first.products + later.products,
             first.touches + later.touches,
         )
         if self.merge_passes > 1:
             # Each compares up to half of the entries with all, and is composed with those before it.
-            changed = 4 * min(n, m) * shape.head_size
-            further = comparing(n // 2, n, shape.head_size) + self._absorb_cost(joined, joined, shape)
-            further += Cost(changed, 0, 2 * sorting(n) + 2 * changed)
-            cost = Cost(cost.numbers + further.numbers, cost.products, cost.touches)
+            further = comparing(half, n, d) + self._absorb_cost(half, shape)
+            further += Cost(4 * n * d, 0, 2 * sorting(n) + 8 * min(n, m) * d)
+            cost = Cost(max(cost.numbers, further.numbers), cost.products, cost.touches)
             cost += Cost(0, further.products, further.touches) * (self.merge_passes - 1)
         return cost + scoring * (self.merge_passes + 1)
 
@@ -308,11 +310,11 @@ class ZipMerger(Merger):
             touches=gathering(n * d) + 16 * rows * n + 12 * group * n,
         )
 
-    def _absorb_cost(self, num_sources: int, num_targets: int, shape: CostShape) -> Cost:
-        """Cost of ``_absorb`` if all sources join."""
-        rows = (num_sources + num_targets) * shape.head_size
+    def _absorb_cost(self, num_sources: int, shape: CostShape) -> Cost:
+        """Cost of ``_absorb`` if all sources join, each another target."""
+        rows = 2 * num_sources * shape.head_size
         heads = shape.group_size if self.head_fit == "least_squares" else 1
         return Cost(
-            numbers=rows + 2 * num_targets * shape.head_size + 30 * heads * shape.num_entries,
+            numbers=2 * rows + 30 * heads * shape.num_entries,
             touches=3 * gathering(rows) + 6 * rows + 120 * heads * shape.num_entries,
         )
