@@ -156,13 +156,8 @@ class Changes:
         rows, new = unchanged(self.origin.gather(1, at).masked_fill(none, -1)), self.new(plane)
         if new is None:
             return rows
-        row = self.row.gather(1, at).masked_fill(none, -1)
-        return torch.where((row >= 0).unsqueeze(-1), new.gather(1, _of_rows(row.clamp(min=0), new)), rows)
-
-
-def _of_rows(index: Tensor, rows: Tensor) -> Tensor:
-    """``[H, m, d]``: ``index`` (``[H, m]`` int64) for ``rows.gather(1, ...)``."""
-    return index.unsqueeze(-1).expand(-1, -1, rows.shape[2])
+        row = self.row.gather(1, at).masked_fill(none, -1).unsqueeze(-1)
+        return torch.where(row >= 0, new.gather(1, row.clamp(min=0).expand_as(rows)), rows)
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class ZipMerger(Merger):
         num_candidates = candidates.sum(1)
         digit = number % max(1, (n - 1).bit_length())
         if digit == 0:
-            # The least important half.
+            # The least important half of the candidates; others come last.
             may_join = ops.top(-scores.log_weights, ~candidates, candidates, num_candidates // 2)
             may_take, num_targets = candidates ^ may_join, n - n // 2
         else:
