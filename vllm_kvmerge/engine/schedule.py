@@ -171,7 +171,7 @@ class RequestCompression:
             return None
         policy, is_even = self.config.policy, segments.front == segments.num_places == self.budget
         if is_even and policy.takes_padding and self.config.positions != "cache":
-            return policy.text, self.interval, self.budget.bit_length()
+            return policy.text, self.interval
         return self.config.text, self.budget, self.interval, segments.front, segments.num_places
 
     def _count_at(self, segments: Segments, num_entries: int) -> int:

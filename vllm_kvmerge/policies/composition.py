@@ -122,7 +122,7 @@ class CompressionPolicy(BaseModel):
 
     @cached_property
     def takes_padding(self) -> bool:
-        """True if requests of unlike shapes are compressed together, after the first time: all parts ``ignore_dead``.
+        """True if requests of unlike shapes are compressed together: all parts ``ignore_dead``.
 
         A merger that reads queries does not: products of matrices may differ with their shapes."""
         ignore_dead = all(part.ignores_dead and not is_foreign(part) for part in self.parts)
@@ -369,8 +369,10 @@ class CompressionPolicy(BaseModel):
         """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
         as there are entries, where budgets are ``context.shares``."""
         num_places = context.capacity if context.shares is None else context.budget
-        by_row = self._goes_by_row(context)
+        by_row, own = self._goes_by_row(context), None
         has_layout = by_row and not context.is_padded
+        if context.is_padded and context.at_prompt_end:  # elsewhere the entries behind a row's own places are dead
+            own = sent(torch.tensor(context.shares), entries.positions.device)
         if context.budget >= len(entries) and not by_row:
             update = CacheUpdate.unchanged(entries)
             return update if context.shares is not None else update.in_place(entries, num_places)
@@ -380,14 +382,14 @@ class CompressionPolicy(BaseModel):
             update = self._compress_unprotected(entries, context)
             if has_layout or context.num_kept == num_places:
                 return update
-            return update.in_place(entries, num_places)
+            return update.in_place(entries, num_places, own)
         is_protected = within(self.protect, entries.positions)
         context = self._with_slots(context.beside(num_protected), entries)
         others = self._compress_unprotected(entries.without(is_protected), context)
         # A dead entry that is kept for want of others may be one that is only hidden.
         others = others.without(~others.is_live)
         update = others.behind(entries, padded_nonzero(is_protected, num_protected))
-        return update if has_layout else update.in_place(entries, num_places)
+        return update if has_layout else update.in_place(entries, num_places, own)
 
     def _with_slots(self, context: CompressionContext, entries: Entries) -> CompressionContext:
         """The same with the merger's part of the budget, and of those of rows."""
@@ -422,7 +424,8 @@ class CompressionPolicy(BaseModel):
         kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
         if context.is_padded and not self.merger.takes_shares:
             # Mergers are given as many of each row: of one that has fewer, the last of the dead ones behind its own.
-            behind = torch.arange(context.capacity, device=kept.device)[-context.num_kept :]
+            end = len(entries) if context.at_prompt_end else context.capacity
+            behind = torch.arange(end - context.num_kept, end, device=kept.device)
             kept = torch.where(kept < 0, behind, kept)
         with blamed_on(self.merger):
             update = self.merger.merge(remaining, kept, importance, protected, context)

@@ -116,8 +116,9 @@ class CompressionContext:
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
     shares: each row's budget, if the allocator has been asked before; the entries then lie in as many first places.
-    is_padded: rows are of requests with unlike budgets. Of each row's first ``capacity`` entries all but as many as its
-    share are dead, and places are to be what they would be without these.
+    is_padded: rows are of requests with unlike budgets or lengths. A row has at least as many dead entries as its share
+    falls short of ``capacity``: its last ones if they are tokens, or else those of the first ``capacity`` behind its
+    share. Places are to be what they would be without these.
     budgets: each row's budget, where the allocator is not to be asked and there are no shares.
     end: tokens that the entries stand for, where they are not all: a refresh may leave the newest as they are.
     """

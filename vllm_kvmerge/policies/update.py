@@ -117,13 +117,15 @@ class CacheUpdate:
         update = replace(self, kept=select(earlier.kept, self.kept))
         return update.write(places, joined("keys"), joined("values"), earlier.merged + self.merged)
 
-    def in_place(self, entries: Entries, num_places: int) -> "CacheUpdate":
+    def in_place(self, entries: Entries, num_places: int, own: Tensor | None = None) -> "CacheUpdate":
         """The same with ``num_places`` places, where entries stay in place if they can.
 
         A live entry whose index is a place gets that place; the others, in order, get the first free ones. Remaining
-        places are empty, preferably where an empty entry lies already.
+        places are empty, preferably where an empty entry lies already. own: ``[H]`` int64, each row's number of places,
+        of which it fills no more; None: all.
         """
-        place = ops.free_places(self.kept, self.positions, num_places)
+        index = self.kept if own is None else self.kept.where(self.kept < own.unsqueeze(1), num_places)
+        place = ops.free_places(index, self.positions, num_places)
         blanks = [DEAD, *BLANK.values()]
         kept, *metadata = ops.take(inverse(place, num_places), [self.kept, *self.metadata], blanks)
         length = min(num_places, len(entries))

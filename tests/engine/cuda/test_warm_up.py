@@ -155,11 +155,11 @@ def test_compactions_compile_nothing_while_serving(policy, started):
         assert served and not served - started
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv", "random"])
-def test_unlike_budgets_compile_nothing_while_serving(policy, started):
-    for budgets in ((50, 40, 60), (100, 99, 127)):
-        _, second = of_policy(policy, (150, 171, 190), budgets=budgets)
-        assert second.machine_codes and not second.machine_codes - started
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "keepkv", "zsmerge", "weightedkv", "random"])
+def test_unlike_shapes_compile_nothing_while_serving(policy, started):
+    for lengths, budgets in (((150, 171, 190), (50, 40, 60)), ((192,) * 3, (100, 99, 127)), ((150, 160, 208), ())):
+        for step in of_policy(policy, lengths, budgets=budgets):
+            assert step.machine_codes and not step.machine_codes - started
 
 
 @pytest.mark.parametrize("policy", ["adakv", "d2o", "pyramidkv", "kvzip"])

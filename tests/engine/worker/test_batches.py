@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -146,11 +148,14 @@ def coarse(worker: Worker) -> Worker:
     return worker
 
 
-@pytest.mark.parametrize("budgets", [(50, 37, 63, 50), (100, 127, 65, 66)])
+@pytest.mark.parametrize(
+    "lengths, budgets",
+    [((150, 150, 190, 230), (50, 37, 63, 50)), ((150,) * 4, (100, 127, 65, 66)), ((151, 170, 190, 230), (50,) * 4)],
+    ids=["unlike", "unlike budgets", "unlike lengths"],
+)
 @pytest.mark.parametrize("policy", PRESETS)
-def test_requests_of_unlike_shapes_are_one_batch(policy, budgets, shape, faults, monkeypatch):
+def test_requests_of_unlike_shapes_are_one_batch(policy, lengths, budgets, shape, faults, monkeypatch):
     """To the last bit what each would be alone, if padding with dead entries changes nothing for the policy."""
-    lengths = (150, 150, 190, 230)
     together, alone = (coarse(Worker(policy, lengths, budgets=budgets)) for _ in range(2))
     made, make = [], Compactor._course
     monkeypatch.setattr(
@@ -159,16 +164,60 @@ def test_requests_of_unlike_shapes_are_one_batch(policy, budgets, shape, faults,
     compares = policy in ("keepkv", "zsmerge", "weightedkv", "morphkv")
     is_one = policy in ("local", "streaming_llm", "h2o", "random", "knorm") or (compares and shape[1] == 32)
     for step in ("first", "second", "third"):
-        one_by_one = [alone.compactor.run([one])[0] for one in getattr(alone, step)]
-        made.clear()
-        assert together.compactor.run(getattr(together, step)) == one_by_one
+        with poisoned(together, lengths) if step == "first" else nullcontext():
+            one_by_one = [alone.compactor.run([one])[0] for one in getattr(alone, step)]
+            made.clear()
+            assert together.compactor.run(getattr(together, step)) == one_by_one
         assert torch.equal(together.bytes, alone.bytes)
-        if (
-            step == "first" or together.capacity == BUDGET
-        ):  # presets of one decode mode or the other: the plans are bounded
-            assert (made == [4]) == (step != "first" and together.config.policy.takes_padding and is_exact(together))
-    assert not faults and (not is_one or made == [4])
+        is_unlike = step == "first" or len(set(budgets)) > 1
+        if together.capacity == BUDGET and is_unlike:  # presets of one decode mode or the other: the plans are bounded
+            assert (made == [4]) == (together.config.policy.takes_padding and is_exact(together))
+        assert not is_one or made == [4]
+    assert not faults
     assert all(sum(count) > 0 for count in one_by_one)
+
+
+@pytest.mark.parametrize(
+    "step, lengths, budgets",
+    [("first", (70, 600, 80, 70, 90), (50,) * 5), ("second", (510, 600, 520, 530, 540), (50, 500, 60, 50, 70))],
+)
+def test_padding_is_no_more_than_what_is_padded(step, lengths, budgets, monkeypatch):
+    """Of requests that are short beside others, those that would pad too much make a batch of their own."""
+    made, make = [], Compactor._course
+    monkeypatch.setattr(
+        Compactor, "_course", lambda self, some, *rest: made.append(len(some)) or make(self, some, *rest)
+    )
+    together, alone = (Worker("h2o", lengths, num_blocks=256, budgets=budgets) for _ in range(2))
+    for worker in (together, alone):
+        if step == "second":
+            worker.compactor.run(worker.first)
+    one_by_one = [alone.compactor.run([one])[0] for one in getattr(alone, step)]
+    made.clear()
+    assert together.compactor.run(getattr(together, step)) == one_by_one
+    assert made == [2, 3] and torch.equal(together.bytes, alone.bytes)
+
+
+@contextmanager
+def poisoned(worker: Worker, lengths: tuple[int, ...]) -> Iterator[None]:
+    """Slots behind the requests' tokens hold NaN, wherever the first compressions do not write."""
+    slots = [
+        (one.source_blocks[place // BLOCK_SIZE], place % BLOCK_SIZE)
+        for one, length in zip(worker.first, lengths, strict=True)
+        for place in range(length, len(one.source_blocks) * BLOCK_SIZE)
+    ]
+    planes = [
+        plane.movedim(dim, 1)
+        for pages in worker.layers
+        for plane, dim in ((pages.keys, 3), (pages.values, 2), (pages.scores, 2), (pages.aux, 2), (pages.log_votes, 2))
+    ]
+    before = [[plane[where].clone() for where in slots] for plane in planes]
+    for plane in planes:
+        for where in slots:
+            plane[where] = torch.nan
+    yield
+    for plane, old in zip(planes, before, strict=True):
+        for where, numbers in zip(slots, old, strict=True):
+            plane[where] = numbers
 
 
 def is_exact(worker: Worker) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
@@ -53,6 +54,9 @@ FEWEST, MOST = 4, 5
 
 NO_COUNT = 1 << 40
 """More entries than any head has: the fewest of none."""
+
+MOST_PADDED = 2
+"""Entries of a batch, the dead ones that pad it included, as a multiple of those of its requests."""
 
 ANALYSIS = 0.25
 """Work of reading all layers once before they are compressed (budgets, statistics), as a share of compressing them."""
@@ -107,12 +111,14 @@ class Compaction:
         return self.segments[0] == 0
 
     @property
-    def is_bounded(self) -> bool:
-        """True if the plan leaves as many entries as the last one did, where they lie, the same number in all heads,
-        and reads no more than these and the tokens since."""
-        plan, is_plain = self.plan, self.complete is None and self.rescoring is None and not self.moves_keys
-        is_even = plan.front == plan.new_front == plan.budget and not plan.share_blocks and self.pages is None
-        return plan.in_place and is_plain and is_even
+    def is_even(self) -> bool:
+        """True if the plan leaves the same number of entries in all heads: of nothing but tokens, or of as many entries
+        as it leaves, which lie where they will, and the tokens since."""
+        plan = self.plan
+        is_plain = self.complete is None and self.rescoring is None and not self.moves_keys and self.pages is None
+        if not is_plain or plan.share_blocks or plan.new_front != plan.budget:
+            return False
+        return plan.budget < plan.num_tokens if self.is_of_tokens else plan.in_place and plan.front == plan.budget
 
     @property
     def num_queries(self) -> int:
@@ -183,8 +189,9 @@ class _Work:
 class _Batch:
     """Plans that go through their policy together, of one shape or padded to the longest.
 
-    cost: of the policy, for one KV head of one layer, or the error of its estimate. time_left: seconds that the policy
-    may still take; None: no limit. work: how far it has come. counts: ``Execution.counts``. num_rows: heads that are
+    plan: that of the largest budget, for what they have in common. num_entries: of each head, with as many dead ones as
+    a smaller budget leaves places empty. cost: of the policy, for one KV head of one layer, or the error of its
+    estimate. time_left: seconds that the policy may still take; None: no limit. work: how far it has come. counts: ``Execution.counts``. num_rows: heads that are
     compressed at once, of one layer of the only request; 0: as many layers as memory allows. failed: errors of
     requests, by index. shares: of each request by index, entries of each head, layer by layer, where they are rounded
     to pages. fronts: what they come to, if that depends on data. deals: new pages of requests, by index, where heads
@@ -193,6 +200,8 @@ class _Batch:
     """
 
     compactions: list[Compaction]
+    plan: CompressionPlan
+    num_entries: int
     cost: Cost | PartError
     time_left: Callable[[], float | None]
     work: _Work
@@ -206,22 +215,14 @@ class _Batch:
     gathered: "dict[tuple[_SequenceLayer, ...], PagedEntries]" = field(default_factory=dict)
 
     @property
-    def plan(self) -> CompressionPlan:
-        """The longest of the plans, for what they have in common."""
-        return self.longest.plan
-
-    @cached_property
-    def longest(self) -> Compaction:
-        return max(self.compactions, key=lambda one: one.num_entries)
-
-    @property
     def policy(self) -> CompressionPolicy:
         return self.compactions[0].policy
 
     @cached_property
     def is_padded(self) -> bool:
-        """True if shapes differ: heads have pages of their own then, as far as operators know, of their own blocks."""
-        return any(one.plan.new_front != self.plan.new_front for one in self.compactions)
+        """True if shapes differ: fronts are pages of heads then, as far as operators know, of their own blocks."""
+        shape = self.num_entries, self.plan.new_front
+        return any((one.num_entries, one.plan.new_front) != shape for one in self.compactions)
 
     @property
     def is_of_tokens(self) -> bool:
@@ -358,7 +359,8 @@ class Compactor:
             layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
             batches.setdefault((*shape, *source, *layout, plan.settles_shares), []).append(index)
         for indices in batches.values():
-            courses.append((indices, self._course([compactions[index] for index in indices])))
+            for some in _padded_little(indices, [compactions[index].num_entries for index in indices]):
+                courses.append((some, self._course([compactions[index] for index in some])))
         counts, failures, pages, fronts, found = [], {}, {}, {}, {}
         for indices, course in courses:
             course.advance(1.0)
@@ -375,14 +377,12 @@ class Compactor:
         return Execution(in_order, failures, pages, fronts, found)
 
     def _shape(self, compaction: Compaction) -> tuple[object, ...]:
-        """Equal for compactions that can be one batch, as far as policy and sizes count.
-
-        With dead entries the shorter ones become as long as the longest, up to twice as long.
-        """
+        """Equal for compactions that can be one batch, as far as policy and sizes count; dead entries make the shorter
+        ones as long as the longest (``_padded_little``)."""
         plan, policy = compaction.plan, compaction.policy
         num_protected = count_below(policy.protect, plan.num_tokens if plan.is_refresh else plan.seq_len)
-        if compaction.is_bounded and policy.takes_padding and self._is_exact(policy):
-            return policy.text, num_protected, compaction.num_entries - plan.front, plan.front.bit_length()
+        if compaction.is_even and policy.takes_padding and self._is_exact(policy):
+            return policy.text, num_protected, 0 if compaction.is_of_tokens else plan.num_tokens - plan.tail
         # By the request's text: parameters of another package's policy may not be hashable.
         sizes = compaction.num_entries, plan.budget, plan.new_front
         return plan.compression, id(policy), num_protected, *sizes
@@ -404,10 +404,12 @@ class Compactor:
 
     def _batch(self, compactions: list[Compaction], num_rows: int) -> _Batch:
         """On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
-        first, work, max_seconds = max(compactions, key=lambda one: one.num_entries), _Work(), self.max_seconds
+        first, work, max_seconds = compactions[0], _Work(), self.max_seconds
+        plan = max((one.plan for one in compactions), key=lambda plan: plan.budget)
+        num_entries = plan.budget + max(one.num_entries - one.plan.budget for one in compactions)
         shape = CostShape(
-            num_entries=first.num_entries,
-            budget=first.plan.budget,
+            num_entries=num_entries,
+            budget=plan.budget,
             head_size=self.layers[0].head_size,
             group_size=self.group_size,
             hidden_size=self.hidden_size,
@@ -429,9 +431,9 @@ class Compactor:
             return max_seconds + SLACK * expected - work.elapsed
 
         policy = first.policy
-        work.total += ANALYSIS * (policy.allocator.has_layer_statistic + bool(first.plan.share_blocks))
+        work.total += ANALYSIS * (policy.allocator.has_layer_statistic + bool(plan.share_blocks))
         counts = self._sent([[NO_COUNT if column == FEWEST else 0 for column in range(6)]] * len(compactions))
-        batch = _Batch(compactions, cost, time_left, work, counts, num_rows)
+        batch = _Batch(compactions, plan, num_entries, cost, time_left, work, counts, num_rows)
         if batch.is_padded:
             num_heads = len(self.layers) * self.num_kv_heads
             batch.shares.extend([one.plan.budget] * num_heads for one in compactions)
@@ -486,8 +488,8 @@ class Compactor:
             written: Iterable[tuple[Destination, Tensor | None]] = [(blocks, None)]
             if batch.deals:
                 written = self._destinations(seq_layers, batch, rounds)
-            elif batch.is_padded and source.pages is not None:
-                written = [(source.pages, None)]
+            elif batch.is_padded:
+                written = [(self._own_pages(seq_layers, batch) if source.pages is None else source.pages, None)]
             for destination, heads in written:
                 _count(batch.counts, index, by_head, heads)
                 if batch.complete is None:
@@ -573,7 +575,7 @@ class Compactor:
         num_layers, num_heads = len(self.layers), self.num_kv_heads
         of_layers = None
         try:
-            of_layers = policy.layer_budgets(plan.budget, batch.longest.num_entries, num_layers)
+            of_layers = policy.layer_budgets(plan.budget, batch.num_entries, num_layers)
         except PartError as error:
             batch.failed.update(dict.fromkeys(range(len(batch.compactions)), error))
         if of_layers is not None:
@@ -642,7 +644,7 @@ class Compactor:
     def _pooled_budgets(self, batch: _Batch) -> Generator[None, None, Tensor]:
         """The same of a policy that compares the heads of all layers."""
         policy, num_heads = batch.policy, self.num_kv_heads
-        shape = len(batch.compactions), len(self.layers) * num_heads, batch.longest.num_entries
+        shape = len(batch.compactions), len(self.layers) * num_heads, batch.num_entries
         masses = torch.empty(shape, device=self.device)
 
         def mass_of(seq_layers: list[_SequenceLayer]) -> Tensor:
@@ -709,7 +711,7 @@ class Compactor:
                 yield pages.of_heads(heads), sent(heads.flatten(), self.device)
 
     def _own_pages(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> HeadPages:
-        """Ordinary fronts, which stay where they are, as pages of heads."""
+        """Ordinary fronts, where plans write them, as pages of heads."""
         requests, layers, _ = self._numbers(seq_layers)
         ids = self._new_blocks(seq_layers, batch) * len(self.layers) + layers.unsqueeze(1)
         ids = ids.unsqueeze(1) * self.num_kv_heads + torch.arange(self.num_kv_heads).unsqueeze(1)
@@ -770,7 +772,7 @@ class Compactor:
         if is_together and isinstance(batch.cost, Cost):
             restored = 0 if batch.complete is None else 2 * batch.plan.new_front * self.layers[0].head_size
             if batch.compactions[0].rescoring is not None:
-                restored += batch.longest.num_entries * self.layers[0].head_size
+                restored += batch.num_entries * self.layers[0].head_size
             if batch.moves_keys:
                 restored += MOVED_NUMBERS * batch.plan.new_front * self.layers[0].head_size
             size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * (batch.cost.numbers + restored)))
@@ -862,6 +864,11 @@ class Compactor:
         batch.gathered.clear()
         entries = batch.gathered[tuple(seq_layers)] = PagedEntries.gather(self._located(seq_layers, batch))
         if batch.is_of_tokens:
+            if batch.is_padded:
+                lengths = torch.tensor([one.num_entries for one in batch.compactions])
+                by_head = lengths.index_select(0, self._numbers(seq_layers).by_head)
+                is_behind = entries.all_indices >= sent(by_head, self.device).unsqueeze(1)
+                entries = batch.gathered[tuple(seq_layers)] = entries.without(is_behind)
             # Before a request's first compression its KV blocks hold no valid statistics.
             entries.scores = self._prompt_scores(seq_layers, batch, "scores", entries.scores)
             entries.aux = self._prompt_scores(seq_layers, batch, "aux", entries.aux)
@@ -877,14 +884,16 @@ class Compactor:
         """One of the statistics of tokens, ``[H, n]``, in the shape of ``like``; zeros where there are none."""
         parts, is_known = [], False
         for index, some in groupby(seq_layers, key=lambda one: one.request):
-            layers = [one.layer for one in some]
-            if (scores := batch.compactions[index].prompt_scores) is None:
+            layers, compaction = [one.layer for one in some], batch.compactions[index]
+            if (scores := compaction.prompt_scores) is None:
                 parts.append(like.new_zeros(len(layers) * self.num_kv_heads, like.shape[1]))
                 continue
             of_all, is_known = getattr(scores, plane), True
             first, last = layers[0], layers[-1]
             is_whole = layers == list(range(first, last + 1))
-            parts.append((of_all[first : last + 1] if is_whole else of_all[layers])[..., : like.shape[1]].flatten(0, 1))
+            of_some = (of_all[first : last + 1] if is_whole else of_all[layers])[..., : compaction.num_entries]
+            missing = like.shape[1] - of_some.shape[2]
+            parts.append((pad(of_some, (0, missing)) if missing else of_some).flatten(0, 1))
         if not is_known:
             return torch.zeros_like(like)
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
@@ -895,10 +904,13 @@ class Compactor:
             blocks = sent(batch.complete.blocks.repeat(len(seq_layers), 1), self.device)
             segments = torch.tensor([batch.compactions[0].segments] * len(seq_layers))
             return SequenceLayers(caches, torch.arange(len(seq_layers)), blocks, segments)
-        requests, padded = self._numbers(seq_layers).requests, _padded([one.source_blocks for one in batch.compactions])
+        requests, num_blocks = self._numbers(seq_layers).requests, -(-batch.num_entries // self.block_size)
+        padded = _padded([one.source_blocks for one in batch.compactions], num_blocks if batch.is_of_tokens else 0)
         segments = torch.tensor([one.segments for one in batch.compactions]).index_select(0, requests)
         blocks = sent(padded, self.device).index_select(0, sent(requests, self.device))
-        if batch.is_padded:
+        if batch.is_padded and batch.is_of_tokens:
+            segments[:, 2] = batch.num_entries  # of which ``_gather`` hides the last
+        elif batch.is_padded:
             segments[:, 0] = batch.plan.front
             located = self._layers_of(seq_layers, blocks, segments)
             return replace(located, pages=self._own_pages(seq_layers, batch))
@@ -927,10 +939,24 @@ class Compactor:
 R = TypeVar("R")
 
 
-def _padded(tables: list[Tensor]) -> Tensor:
-    """``[plans, blocks]``: block tables ``[blocks]``; the last number of the shorter ones is repeated."""
+def _padded_little(indices: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    """The indices in groups of which each, all as long as the longest, has up to ``MOST_PADDED`` times its own entries.
+    sizes: entries of each index."""
+    group, longest, total = list[int](), 0, 0
+    for size, index in sorted(zip(sizes, indices, strict=True), key=lambda one: -one[0]):
+        if group and longest * (len(group) + 1) > MOST_PADDED * (total + size):
+            yield sorted(group)
+            group, total = [], 0
+        longest = longest if group else size
+        group, total = [*group, index], total + size
+    yield sorted(group)
+
+
+def _padded(tables: list[Tensor], num_blocks: int = 0) -> Tensor:
+    """``[plans, blocks]``: block tables ``[blocks]``, at least ``num_blocks``; the last number of the shorter ones is
+    repeated."""
     lengths = torch.tensor([len(table) for table in tables], device="cpu").unsqueeze(1)
-    longest = int(lengths.max())
+    longest = max(int(lengths.max()), num_blocks)
     if longest == int(lengths.min()):
         return torch.stack(tables)
     # On a GPU equally many launches for any number of tables.

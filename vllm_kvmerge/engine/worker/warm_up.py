@@ -159,12 +159,12 @@ def compactions(
         )
         _run(compactor, [first, second])
         if policy.takes_padding:  # with another request's, which is shorter
-            budgets = capacity, capacity - 1
-            together = [
-                replace(second, plan=replace(second.plan, front=one, new_front=one, budget=one, in_place=True))
-                for one in budgets
-            ]
-            _run_together(compactor, together)
+            for one, front in ((first, 0), (second, 1)):
+                plans = [
+                    replace(one.plan, front=front * budget, new_front=budget, budget=budget, in_place=bool(front))
+                    for budget in (capacity, capacity - 1)
+                ]
+                _run_together(compactor, [replace(one, plan=plan) for plan in plans])
         if compactor.rotation is not None:
             _run(compactor, [replace(one, moves_keys=True) for one in (first, second)])
         if head_pages and (most != BUDGET or not policy.allocator.fills_budget):

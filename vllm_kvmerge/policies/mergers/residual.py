@@ -53,10 +53,10 @@ class ResidualMerger(Merger):
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
+        row_slots = None if context.rows is None else context.rows.slots
         if context.at_prompt_end:
-            slots = _average_runs(entries.take(complement(kept, len(entries))), context.num_slots)
+            slots = _average_runs(entries.take(complement(kept, len(entries))), context.num_slots, row_slots)
         else:
-            row_slots = None if context.rows is None else context.rows.slots
             slots = _absorb_one_by_one(entries, kept, context.num_slots, row_slots)
         # Of dead slots too, whose metadata will be overwritten (``CacheUpdate.emptied``).
         slots = replace(slots, log_votes=self.alpha * torch.log(slots.aux))
@@ -87,18 +87,20 @@ def _num_tokens(aux: Tensor, is_live: Tensor) -> Tensor:
     return torch.where(is_live, aux.clamp(min=1.0), 0.0)
 
 
-def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
+def _average_runs(rest: Entries, num_slots: int, row_slots: Tensor | None = None) -> CacheUpdate:
     """``num_slots`` places per head, all new: means of equal runs of the live entries in order of position.
 
-    The lengths of runs differ by at most one; with fewer entries than slots, the last slots are dead.
+    The lengths of runs differ by at most one; with fewer entries than slots, the last slots are dead. row_slots:
+    ``[H]`` int64 on the CPU, the slots of each head where they differ: others of its places are dead.
     """
+    own = num_slots if row_slots is None else sent(row_slots, rest.positions.device).unsqueeze(1)
     rest.kill(~rest.is_live)  # so that sums need no mask
     weights = _num_tokens(rest.aux, rest.is_live)
     num_live = rest.is_live.sum(1, keepdim=True)
     # Dead entries come last, in any run: their weight is 0.
     order = rest.positions.masked_fill(~rest.is_live, torch.iinfo(torch.int64).max).argsort(dim=1, stable=True)
     rank = torch.arange(len(rest), device=order.device).expand_as(order)
-    run_of_rank = (rank * num_live.clamp(max=num_slots) // num_live.clamp(min=1)).clamp(max=num_slots - 1)
+    run_of_rank = (rank * num_live.clamp(max=own) // num_live.clamp(min=1)).clamp(max=own - 1)
     run = torch.empty_like(order).scatter_(1, order, run_of_rank)
 
     def total(tensor: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
         changed=torch.arange(num_slots, device=run.device).expand_as(positions).masked_fill(positions == DEAD, DEAD),
         keys=total(rest.keys.mul_(share)),
         values=total(rest.values.mul_(share)),
-        merged=(num_live[:, 0] - num_slots).clamp(min=0),
+        merged=(num_live - own).clamp(min=0)[:, 0],
     )
 
 

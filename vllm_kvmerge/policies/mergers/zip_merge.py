@@ -150,7 +150,7 @@ class ZipMerger(Merger):
             return None
         update = self._pass(0, entries, importance, protected, context)
         for number in range(1, self.merge_passes):
-            is_met = update.num_live <= context.budget
+            is_met = update.num_live <= context.counts
             if is_met.is_cpu and is_met.all():  # a GPU would be waited for
                 break
             view = update.view(entries)
@@ -170,13 +170,14 @@ class ZipMerger(Merger):
         scores = self._scores(entries, importance, context)
         candidates = scores.usable & ~protected
         num_candidates = candidates.sum(1)
-        digit = number % max(1, (n - 1).bit_length())
-        if digit == 0:
+        if number == 0:
             # The least important half of the candidates; others come last.
             may_join = ops.top(-scores.log_weights, ~candidates, candidates, num_candidates // 2)
             may_take, num_targets = candidates ^ may_join, n - n // 2
         else:
             # Entries that first differ in this binary digit of their rank, as a share of all, are on different sides.
+            num_digits = (num_candidates - 1).clamp(min=1).double().frexp().exponent
+            digit = (number % num_digits).unsqueeze(1)
             ranked = scores.log_weights.masked_fill(~candidates, torch.inf)
             from_top = num_candidates.unsqueeze(1) - 1 - ranked.argsort(dim=1, stable=True).argsort(dim=1)
             odd = (from_top << (digit + 1)) // num_candidates.clamp(min=1).unsqueeze(1) % 2 == 1
@@ -185,7 +186,7 @@ class ZipMerger(Merger):
         if not (sources.shape[1] and targets.shape[1]):
             return CacheUpdate.unchanged(entries)
         similarity, targets = entries.most_similar(sources, targets, targets >= 0)
-        surplus = entries.num_live - context.budget
+        surplus = entries.num_live - context.counts
         joins = (similarity > self.merge_threshold) & largest(similarity, surplus)
         merged, groups = self._absorb(entries, None, scores, sources, targets, joins, protected, context)
         nothing = torch.full_like(groups.sources, DEAD)
