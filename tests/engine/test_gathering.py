@@ -33,13 +33,13 @@ def test_none_waits_longer_than_it_may():
 
 
 @contextmanager
-def batches() -> Iterator[list[int]]:
-    """How many requests each batch of compressions while generating has."""
+def batches(at_prompt_end: bool = False) -> Iterator[list[int]]:
+    """How many requests each batch of compressions has, while they generate or at the end of their prompts."""
     found: list[int] = []
     of_many = Compactor._batch
 
     def counted(self, compactions, num_rows):
-        if compactions[0].plan.front:
+        if compactions[0].is_of_tokens == at_prompt_end:
             found.append(len(compactions))
         return of_many(self, compactions, num_rows)
 
@@ -115,3 +115,17 @@ def test_tokens_are_sampled_before_compactions(engine: Engine, monkeypatch) -> N
     engine.tokens([random_prompt(np.random.default_rng(4), 100)], params)
     assert done.count("run_plans") >= 3
     assert all(before == "_sample" for before, name in pairwise(done) if name == "run_plans")
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "keepkv", "morphkv", "zsmerge", "weightedkv", "h2o"])
+def test_prompts_of_unlike_lengths_come_to_be_one_batch(engine: Engine, policy: str) -> None:
+    rng = np.random.default_rng(5)
+    prompts = [random_prompt(rng, num_tokens) for num_tokens in (100, 93, 121, 80)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, extra_args=compression(policy, budget=budget))
+        for budget in (60, 0.7, 0.5, 64)
+    ]
+    alone = [engine.tokens([prompt], of_one)[0] for prompt, of_one in zip(prompts, params, strict=True)]
+    with batches(at_prompt_end=True) as found:
+        assert stagger(engine, prompts, 0, *params) == alone
+    assert found == [4]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -158,7 +159,7 @@ class Entries:
     def clone(self) -> "Entries":
         return Entries(*(getattr(self, field.name).clone() for field in fields(Entries)))
 
-    def without(self, hidden: Tensor) -> "Entries":
+    def without(self, hidden: Tensor) -> Self:
         """The same entries, sharing storage, with those where ``hidden`` (``[H, n]`` bool) counted as dead."""
         view = copy(self)
         vars(view).pop("is_live", None)

@@ -55,8 +55,9 @@ FEWEST, MOST = 4, 5
 NO_COUNT = 1 << 40
 """More entries than any head has: the fewest of none."""
 
-MOST_PADDED = 2
-"""Entries of a batch, the dead ones that pad it included, as a multiple of those of its requests."""
+CPU_PADDING, GPU_PADDING = 768, 4096
+"""Most dead entries that pad a request of a batch, on average, so that they cost less than a batch of its own would. On
+a CPU as measured (docs/performance.md), on a GPU an estimate by what is read and launched."""
 
 ANALYSIS = 0.25
 """Work of reading all layers once before they are compressed (budgets, statistics), as a share of compressing them."""
@@ -191,12 +192,12 @@ class _Batch:
 
     plan: that of the largest budget, for what they have in common. num_entries: of each head, with as many dead ones as
     a smaller budget leaves places empty. cost: of the policy, for one KV head of one layer, or the error of its
-    estimate. time_left: seconds that the policy may still take; None: no limit. work: how far it has come. counts: ``Execution.counts``. num_rows: heads that are
-    compressed at once, of one layer of the only request; 0: as many layers as memory allows. failed: errors of
-    requests, by index. shares: of each request by index, entries of each head, layer by layer, where they are rounded
-    to pages. fronts: what they come to, if that depends on data. deals: new pages of requests, by index, where heads
-    get some of their own. found: ``Execution.found``, by index. gathered: the entries that were read last, by
-    their sequence layers.
+    estimate. time_left: seconds that the policy may still take; None: no limit. work: how far it has come. counts:
+    ``Execution.counts``. num_rows: heads that are compressed at once, of one layer of the only request; 0: as many
+    layers as memory allows. failed: errors of requests, by index. shares: of each request by index, entries of each
+    head, layer by layer, where they are rounded to pages. fronts: what they come to, if that depends on data. deals:
+    new pages of requests, by index, where heads get some of their own. found: ``Execution.found``, by index. gathered:
+    the entries that were read last, by their sequence layers.
     """
 
     compactions: list[Compaction]
@@ -359,7 +360,8 @@ class Compactor:
             layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
             batches.setdefault((*shape, *source, *layout, plan.settles_shares), []).append(index)
         for indices in batches.values():
-            for some in _padded_little(indices, [compactions[index].num_entries for index in indices]):
+            sizes = [compactions[index].num_entries for index in indices]
+            for some in _padded_little(indices, sizes, CPU_PADDING if self.device.type == "cpu" else GPU_PADDING):
                 courses.append((some, self._course([compactions[index] for index in some])))
         counts, failures, pages, fronts, found = [], {}, {}, {}, {}
         for indices, course in courses:
@@ -939,12 +941,11 @@ class Compactor:
 R = TypeVar("R")
 
 
-def _padded_little(indices: list[int], sizes: list[int]) -> Iterator[list[int]]:
-    """The indices in groups of which each, all as long as the longest, has up to ``MOST_PADDED`` times its own entries.
-    sizes: entries of each index."""
+def _padded_little(indices: list[int], sizes: list[int], padding: int) -> Iterator[list[int]]:
+    """The indices in groups, whose longest has up to ``padding`` entries more than the mean. sizes: of each index."""
     group, longest, total = list[int](), 0, 0
     for size, index in sorted(zip(sizes, indices, strict=True), key=lambda one: -one[0]):
-        if group and longest * (len(group) + 1) > MOST_PADDED * (total + size):
+        if group and (longest - padding) * (len(group) + 1) > total + size:
             yield sorted(group)
             group, total = [], 0
         longest = longest if group else size
