@@ -62,6 +62,7 @@ RUN_BY = {
         "python -m vllm_kvmerge.evaluation.recall",
         "python -m vllm_kvmerge.evaluation.loss",
         "python -m vllm_kvmerge.evaluation.attention",
+        "python benchmarks/padding.py",
         "python benchmarks/step_latency.py",
         "python benchmarks/zip_heads.py",
         "for merger in drop",
@@ -342,6 +343,7 @@ LESS = {
     ("python", "-m", "vllm_kvmerge.evaluation.attention"): (
         *SMALL, "--budget", "0.5", "--queries", "16", "--policies", "snapkv",
     ),
+    ("python", "benchmarks/padding.py"): ("--lengths", "80-120", "--repeats", "1", "--policies", "h2o"),
     ("python", "benchmarks/zip_heads.py"): ("--documents", "1", "--prompt", "256", "--budget", "64"),
     ("python", "benchmarks/step_latency.py"): (
         *("--length", "600", "--running", "2", "--budget", "128", "--policies", "snapkv", "--layers", "1"),

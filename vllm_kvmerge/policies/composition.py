@@ -369,10 +369,8 @@ class CompressionPolicy(BaseModel):
         """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
         as there are entries, where budgets are ``context.shares``."""
         num_places = context.capacity if context.shares is None else context.budget
-        by_row, own = self._goes_by_row(context), None
+        by_row, own = self._goes_by_row(context), context.own_places
         has_layout = by_row and not context.is_padded
-        if context.is_padded and context.at_prompt_end:  # elsewhere the entries behind a row's own places are dead
-            own = sent(torch.tensor(context.shares), entries.positions.device)
         if context.budget >= len(entries) and not by_row:
             update = CacheUpdate.unchanged(entries)
             return update if context.shares is not None else update.in_place(entries, num_places)

@@ -175,6 +175,12 @@ class CompressionContext:
         """The same for a selector that ``takes_shares``: of all rows, or of each (``[H]`` int64)."""
         return self.num_kept if self.rows is None else self.rows.counts
 
+    @property
+    def own_places(self) -> Tensor | None:
+        """``[H]`` int64 on the CPU: places of each row, where entries behind them may live; None: they are all alike,
+        or the entries behind a row's own are dead."""
+        return torch.tensor(self.shares, device="cpu") if self.is_padded and self.at_prompt_end else None
+
     def beside(self, num_entries: int) -> "CompressionContext":
         """The context of the other entries where so many of each row stay as they are."""
         shares = self.shares and [share - num_entries for share in self.shares]
