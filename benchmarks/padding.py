@@ -65,7 +65,7 @@ def measure(policy: str, lengths: list[int], sizes: Sizes, repeats: int) -> list
             for padding, found in zip((0, 1 << 40), seconds, strict=True):
                 for cache, content in zip(memory, before, strict=True):
                     cache.copy_(content)
-                with patch.object(compactor, "CPU_PADDING", padding):
+                with patch.multiple(compactor, PROMPT_PADDING=padding, FRONT_PADDING=padding):
                     started = thread_time()
                     done = worker.execute(step)
                     found.append(1e3 * (thread_time() - started))

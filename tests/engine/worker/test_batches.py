@@ -179,7 +179,7 @@ def test_requests_of_unlike_shapes_are_one_batch(policy, lengths, budgets, shape
 
 @pytest.mark.parametrize(
     "step, lengths, budgets",
-    [("first", (70, 1600, 80, 70, 90), (50,) * 5), ("second", (1600,) * 5, (50, 1500, 60, 50, 70))],
+    [("first", (70, 600, 80, 70, 90), (50,) * 5), ("second", (1600,) * 5, (50, 1500, 60, 50, 70))],
 )
 def test_padding_is_no_more_than_what_is_padded(step, lengths, budgets, monkeypatch):
     """Of requests that are short beside others, those that would pad too much make a batch of their own."""

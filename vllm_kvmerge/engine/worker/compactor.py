@@ -55,9 +55,9 @@ FEWEST, MOST = 4, 5
 NO_COUNT = 1 << 40
 """More entries than any head has: the fewest of none."""
 
-CPU_PADDING, GPU_PADDING = 768, 4096
-"""Most dead entries that pad a request of a batch, on average, so that they cost less than a batch of its own would. On
-a CPU as measured (docs/performance.md), on a GPU an estimate by what is read and launched."""
+PROMPT_PADDING, FRONT_PADDING, GPU_PADDING = 256, 768, 4096
+"""Most dead entries that pad a request of a batch, on average, so that they cost no more than another batch would: at
+prompts' ends and later on a CPU, as measured (docs/performance.md), and on a GPU, an estimate by reads and launches."""
 
 ANALYSIS = 0.25
 """Work of reading all layers once before they are compressed (budgets, statistics), as a share of compressing them."""
@@ -361,7 +361,8 @@ class Compactor:
             batches.setdefault((*shape, *source, *layout, plan.settles_shares), []).append(index)
         for indices in batches.values():
             sizes = [compactions[index].num_entries for index in indices]
-            for some in _padded_little(indices, sizes, CPU_PADDING if self.device.type == "cpu" else GPU_PADDING):
+            padding = PROMPT_PADDING if compactions[indices[0]].is_of_tokens else FRONT_PADDING
+            for some in _padded_little(indices, sizes, padding if self.device.type == "cpu" else GPU_PADDING):
                 courses.append((some, self._course([compactions[index] for index in some])))
         counts, failures, pages, fronts, found = [], {}, {}, {}, {}
         for indices, course in courses:
