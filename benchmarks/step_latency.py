@@ -148,7 +148,7 @@ def shares(llm: Any, prompts: list[list[int]], arguments: argparse.Namespace) ->
         for (policy, is_padded), times in found.items():
             budgets = [arguments.budget + index * arguments.wider for index in range(len(prompts))]
             asked = [compression(policy, budget=budget, interval=arguments.interval) for budget in budgets]
-            with nullcontext() if is_padded else patch.object(Compaction, "is_bounded", False):
+            with nullcontext() if is_padded else patch.object(Compaction, "is_even", False):
                 times.append(share(llm, prompts, asked, arguments.apart, CLOCKS[arguments.clock]))
     return [
         Share(
