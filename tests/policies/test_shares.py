@@ -42,8 +42,10 @@ def test_they_fit_and_none_loses_more_than_a_page(data):
     elif room * size - count * budget < size:
         assert sum(shares) - sum(paged) <= count + sum(max(0, b - most + size) for b in paged)
     if least < size and budget > 2 * size:
-        # Pages for the least of some are taken from what others have beyond theirs, in proportion.
-        taken = sum(max(0, size - share) for share in shares)
+        # Pages for the least of some, the last as full as others', are taken from what others have, in proportion.
+        unused = min(size - 1, -(-(room * size - sum(shares)) // count))
+        fewest = -(-(least + unused) // size) * size - unused
+        taken = sum(max(0, fewest - share) for share in shares)
         assert all(new > old - 2 * size - taken for new, old in zip(paged, shares, strict=True))
 
 
