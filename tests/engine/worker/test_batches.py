@@ -177,6 +177,17 @@ def test_requests_of_unlike_shapes_are_one_batch(policy, lengths, budgets, shape
     assert all(sum(count) > 0 for count in one_by_one)
 
 
+@pytest.mark.parametrize("passes", [1, 3, 9])
+def test_prompts_merge_down_to_each_ones_budget(passes, faults, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.HEAD_SIZE", 32)
+    lengths, budgets = (90, 150, 190, 260), (60, 50, 100, 40)
+    fields = {"merge_threshold": 0.0, "merge_passes": passes}
+    together, alone = (Worker("keepkv", lengths, budgets=budgets, **fields) for _ in range(2))
+    one_by_one = [alone.compactor.run([one])[0] for one in alone.first]
+    assert together.compactor.run(together.first) == one_by_one and all(merged for merged, _ in one_by_one)
+    assert torch.equal(together.bytes, alone.bytes) and not faults
+
+
 @pytest.mark.parametrize(
     "step, lengths, budgets",
     [("first", (70, 600, 80, 70, 90), (50,) * 5), ("second", (1600,) * 5, (50, 1500, 60, 50, 70))],
