@@ -17,7 +17,9 @@ namespace {
 constexpr int64_t kRowsAtOnce = 32;            // query heads times queries that read K and V together
 constexpr int64_t kTileRowsAtOnce = 256;       // where tiles are made of both for many queries
 constexpr int64_t kStoredFloats = 128 << 10;   // of logits kept for the score update, so that they stay in cache
-constexpr int64_t kMinPieceEntries = 512;      // shorter pieces cost more to combine than they gain
+// Rounding follows from where pieces end, so that is the same whatever runs beside a row and on however many threads.
+// Shorter pieces cost more to combine than they gain.
+constexpr int64_t kPieceChunks = 4;
 constexpr int64_t kMinParallelBytes = 64 << 10;
 
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -48,9 +50,10 @@ struct AttentionRow {
 // One (sequence, KV head). Its queries are taken in rounds, a few at a time, so that scores see them in order.
 struct Unit {
   int64_t row, head;
-  int64_t num_tiles, queries_at_once, num_pieces, chunks_per_piece;
+  int64_t num_tiles, queries_at_once, num_pieces;
   int64_t rounds;
-  float* shared = nullptr;  // partial results of the pieces, where there are several
+  bool is_split;            // whether its pieces are spread over threads
+  float* shared = nullptr;  // partial results of the pieces, where they are
 };
 
 // How many numbers attention stores for the update, of each query and entry.
@@ -91,7 +94,7 @@ class Driver {
     plan(threads);
     int64_t rounds = 1;
     for (const Unit& u : units_)
-      if (u.num_pieces > 1) rounds = std::max(rounds, u.rounds);
+      if (u.is_split) rounds = std::max(rounds, u.rounds);
     for (int64_t round = 0; round < rounds; ++round) {
       struct Piece {
         const Unit* unit;
@@ -99,7 +102,7 @@ class Driver {
       };
       std::vector<Piece> pieces, split;
       for (const Unit& u : units_) {
-        if (u.num_pieces == 1) {
+        if (!u.is_split) {
           if (round == 0) pieces.push_back({&u, 0});
         } else if (round < u.rounds) {
           for (int64_t i = 0; i < u.num_pieces; ++i) split.push_back({&u, i});
@@ -109,22 +112,22 @@ class Driver {
       pieces.insert(pieces.begin(), split.begin(), split.end());
       parallel_for(static_cast<int64_t>(pieces.size()), threads_, [&](int64_t i) {
         const Unit& u = *pieces[i].unit;
-        if (u.num_pieces > 1) {
+        if (u.is_split) {
           attend(u, u.shared, round, pieces[i].piece);
           return;
         }
         thread_local Scratch scratch;
         float* partial = scratch.floats(layout(u).total);
         for (int64_t r = 0; r < u.rounds; ++r) {
-          attend(u, partial, r, 0);
+          for (int64_t piece = 0; piece < u.num_pieces; ++piece) attend(u, partial, r, piece);
           finish(u, partial, r);
-          update(u, partial, r, 0);
+          for (int64_t piece = 0; piece < u.num_pieces; ++piece) update(u, partial, r, piece);
         }
       });
       if (split.empty()) continue;
       std::vector<const Unit*> combined;
       for (const Unit& u : units_)
-        if (u.num_pieces > 1 && round < u.rounds) combined.push_back(&u);
+        if (u.is_split && round < u.rounds) combined.push_back(&u);
       parallel_for(static_cast<int64_t>(combined.size()), threads_,
                    [&](int64_t i) { finish(*combined[i], combined[i]->shared, round); });
       parallel_for(static_cast<int64_t>(split.size()), threads_,
@@ -164,20 +167,17 @@ class Driver {
       if (row.mode != ScoreMode::none)
         at_once = std::max<int64_t>(1, std::min(at_once, kStoredFloats / (chunks * kChunk * group_ * stored_planes(row.mode))));
       at_once = std::min(at_once, row.num_queries);
-      int64_t pieces = 1;
-      if (threads_ > 1)
-        pieces = std::clamp<int64_t>(c.work / share, 1, std::max<int64_t>(1, c.tiles * kTile / kMinPieceEntries));
-      const int64_t per_piece = (chunks + pieces - 1) / pieces;
-      pieces = (chunks + per_piece - 1) / per_piece;
-      Unit u{c.row, c.head, c.tiles, at_once, pieces, per_piece, (row.num_queries + at_once - 1) / at_once};
-      if (pieces > 1) shared += layout(u).total;
+      const int64_t pieces = std::max<int64_t>(1, (chunks + kPieceChunks - 1) / kPieceChunks);
+      const bool is_split = threads_ > 1 && pieces > 1 && c.work > share;
+      Unit u{c.row, c.head, c.tiles, at_once, pieces, (row.num_queries + at_once - 1) / at_once, is_split};
+      if (is_split) shared += layout(u).total;
       units_.push_back(u);
     }
     if (shared == 0) return;
     thread_local Scratch scratch;
     float* next = scratch.floats(shared);
     for (Unit& u : units_)
-      if (u.num_pieces > 1) {
+      if (u.is_split) {
         u.shared = next;
         next += layout(u).total;
       }
@@ -207,8 +207,8 @@ class Driver {
     a.num_queries = static_cast<int32_t>(num_queries(u, round));
     a.first_query = round * u.queries_at_once;
     a.total_queries = row.num_queries;
-    a.tile_begin = piece * u.chunks_per_piece * kChunkTiles;
-    a.tile_end = std::min(u.num_tiles, (piece + 1) * u.chunks_per_piece * kChunkTiles);
+    a.tile_begin = piece * kPieceChunks * kChunkTiles;
+    a.tile_end = std::min(u.num_tiles, (piece + 1) * kPieceChunks * kChunkTiles);
     if (row.mode == ScoreMode::none) {  // otherwise what later tokens get is stored too, nothing as it is
       const Tiles tiles(cache_, a.segments, u.head);
       const int64_t seen = tiles.num_entries() - a.total_queries + a.first_query + a.num_queries;
@@ -267,8 +267,8 @@ class Driver {
     x.num_queries = static_cast<int32_t>(num_queries(u, round));
     x.first_query = round * u.queries_at_once;
     x.total_queries = row.num_queries;
-    x.tile_begin = piece * u.chunks_per_piece * kChunkTiles;
-    x.tile_end = std::min(u.num_tiles, (piece + 1) * u.chunks_per_piece * kChunkTiles);
+    x.tile_begin = piece * kPieceChunks * kChunkTiles;
+    x.tile_end = std::min(u.num_tiles, (piece + 1) * kPieceChunks * kChunkTiles);
     x.mode = row.mode;
     x.decay = row.decay;
     x.log_decay = std::log(row.decay);

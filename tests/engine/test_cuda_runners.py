@@ -218,7 +218,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
         "max_num_seqs": 4,
         "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
-        "additional_config": {"kvmerge": {"plain_attention": "ours" if is_spread else "faster"}},
+        "additional_config": {"kvmerge": {"plain_attention": "ours" if is_spread else "auto"}},
     }
     result = on_cpu(
         arguments,

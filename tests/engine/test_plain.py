@@ -11,7 +11,6 @@ from tests import preloaded
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.attention import cpu
-from vllm_kvmerge.engine.attention.faster import Faster
 
 STOCK = """
 import json, sys
@@ -20,8 +19,9 @@ arguments, prompts, max_tokens = json.load(sys.stdin)
 llm = LLM(**arguments)
 outputs = llm.generate(
     [{"prompt_token_ids": p} for p in prompts],
-    SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
-print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+    SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0), use_tqdm=False)
+results = [(list(one.token_ids), one.cumulative_logprob) for one in (o.outputs[0] for o in outputs)]
+print("RESULTS", json.dumps(results))
 """
 MAX_TOKENS = 24
 
@@ -33,8 +33,8 @@ def prompts_of_many_lengths() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def stock_tokens() -> list[list[int]]:
-    """Tokens from stock vLLM, in a process of its own into which no plugin is loaded.
+def stock() -> list[tuple[list[int], float]]:
+    """Tokens and log-probabilities from stock vLLM, in a process of its own into which no plugin is loaded.
 
     Our modules may have been imported there: ``test_compat`` shows that it changes nothing.
     """
@@ -43,7 +43,12 @@ def stock_tokens() -> list[list[int]]:
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.split("TOKENS", 1)[1])
+    return [(tokens, logprob) for tokens, logprob in json.loads(done.stdout.split("RESULTS", 1)[1])]
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(stock) -> list[list[int]]:
+    return [tokens for tokens, _ in stock]
 
 
 def greedy(**extra):
@@ -52,22 +57,23 @@ def greedy(**extra):
     return SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, **extra)
 
 
-@pytest.mark.parametrize(
-    "faster", [Faster(), Faster(decode=0, chunk=0), Faster(decode=300), Faster(chunk=300)], ids=str
-)
-def test_plain_requests_equal_stock_vllm(engine, stock_tokens, faster, monkeypatch):
-    """Whichever operator attends for them, and where both do in one batch."""
+@pytest.mark.parametrize("is_ours", [False, True], ids=["vllm", "ours"])
+def test_plain_requests_equal_stock_vllm(engine, stock, is_ours, monkeypatch):
+    """To the bit on vLLM's operator, to rounding on ours; the other one never runs."""
     runner, calls = engine.runner, []
     (group,) = runner.attn_groups[runner.compression.group]
-    monkeypatch.setattr(group.get_metadata_builder(), "faster", faster)
+    monkeypatch.setattr(group.get_metadata_builder(), "attends_plain", is_ours)
     for name in ("paged_attention", "stock_attention"):
         owner = cpu if name == "paged_attention" else cpu.MergeableAttentionImpl
         attend = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, name=name, attend=attend: calls.append(name) or attend(*args))
     prompts = prompts_of_many_lengths()
     assert engine.llm.reset_prefix_cache()
-    assert engine.tokens(prompts, greedy()) == stock_tokens
-    assert ("paged_attention" in calls) == faster.is_ever and ("stock_attention" in calls) == (faster.decode != 0)
+    found = [output.outputs[0] for output in engine.generate(prompts, greedy(logprobs=0))]
+    assert [list(one.token_ids) for one in found] == [tokens for tokens, _ in stock]
+    logprobs, expected = [one.cumulative_logprob for one in found], [logprob for _, logprob in stock]
+    assert logprobs == (pytest.approx(expected, abs=1e-3) if is_ours else expected)
+    assert set(calls) == {"paged_attention" if is_ours else "stock_attention"}
     engine.assert_empty()
 
 

@@ -34,14 +34,14 @@ def test_a_cache_of_8_bits(dtype: str, names: list[str]) -> None:
     check(demo.model_path(), dtype, names, others, bytes_per_block(itemsize=1))
 
 
-def test_plain_requests_on_the_faster_operator() -> None:
+def test_plain_requests_on_our_operator() -> None:
     """The two round differently, so an answer may take another way at a tie."""
     rng = np.random.default_rng(1)
     prompts = [random_prompt(rng, length) for length in (40, 130, 300, 600)]
     arguments: dict[str, Any] = {"model": demo.model_path(), "dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     arguments |= {"max_model_len": 1500, "block_size": BLOCK_SIZE, "kv_cache_memory_bytes": 1 << 24}
-    faster = {"additional_config": {"kvmerge": {"plain_attention": "faster"}}}
-    tokens, others = (generate(arguments | own, prompts, [])["tokens"] for own in ({}, faster))
+    ours = {"additional_config": {"kvmerge": {"plain_attention": "ours"}}}
+    tokens, others = (generate(arguments | own, prompts, [])["tokens"] for own in ({}, ours))
     assert sum(one == other for one, other in zip(tokens, others, strict=True)) >= len(prompts) - 1
 
 

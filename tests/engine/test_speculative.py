@@ -44,7 +44,7 @@ def arguments(**others: Any) -> dict[str, Any]:
 
 
 def ours(**others: Any) -> dict[str, Any]:
-    # Not what is faster when a process starts: its answers are compared with another's.
+    # Answers are compared with stock vLLM's.
     config = {"kvzap": demo.kvzap_path(), "plain_attention": "vllm"}
     return kvmerge_engine_args(**arguments(**others), additional_config={"kvmerge": config})
 

@@ -109,19 +109,25 @@ def test_any_segments(block_size, data):
 
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update and update.mode)
 @pytest.mark.parametrize("lens", [[1, 1], [1, 70], [70, 1]])
-def test_long_sequences_are_split_over_threads(lens, update):
+def test_rounding_depends_on_neither_threads_nor_company(lens, update):
+    """A long sequence is spread over threads where there are several and others take less."""
     maker = CacheMaker(5, 1, 64, 32, torch.bfloat16)
     sequences = [maker.sequence(900, 1000, 3300, num_dead=2), maker.sequence(5, 40, 160)]
     query = maker.randn(sum(lens), 4, 64).bfloat16()
     case = maker, query, sequences, lens, [update, UPDATES[1]], 0.125
-    expected = attend(reference, *case)
-    before = torch.get_num_threads()
+    length, before, first = 900 + 2300, torch.get_num_threads(), None
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            assert_equal_enough(attend(ops, *case), expected, torch.bfloat16)
+            both = attend(ops, *case)
+            alone = attend(ops, maker, query[: lens[0]], sequences[:1], lens[:1], [update], 0.125)
+            for company, own in zip((both[0][: lens[0]], both[1][:, :length], both[2][:, :length]), alone, strict=True):
+                assert torch.equal(company, own)
+            first = first or both
+            assert all(map(torch.equal, both, first))
     finally:
         torch.set_num_threads(before)
+    assert_equal_enough(first, attend(reference, *case), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -156,9 +156,9 @@ def implementations(cache: PagedKVCache | None = None) -> dict[str, str]:
     return descriptions
 
 
-def is_native(cache: PagedKVCache) -> bool:
-    """True if entries of a cache are compared and mixed by the CPU's own operators."""
-    return _implementation("most_similar", cache.device, cache)[0] is _module("native")
+def is_native(operator: str, cache: PagedKVCache) -> bool:
+    """True if the CPU's own version of an operator runs on a cache."""
+    return _implementation(operator, cache.device, cache)[0] is _module("native")
 
 
 def implementation(cache: PagedKVCache | None = None) -> str:

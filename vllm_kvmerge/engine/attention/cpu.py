@@ -1,12 +1,11 @@
 """The attention backend on the CPU, over a cache that carries its own metadata.
 
-Requests with a compressed front run on our operator. Others run on vLLM's own over strided views of our cache, or on
-ours where that is faster.
+Requests with a compressed front run on our operator. All others run on one, which is the same on every server of a kind:
+ours, or vLLM's own over strided views of our cache.
 """
 
 import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +21,18 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvmerge.engine.attention.common import MergeableBackend, MergeableImpl
 from vllm_kvmerge.engine.attention.compressed import compressed_batch, head_pages, rows_of_batch
-from vllm_kvmerge.engine.attention.faster import DECODING, Attend, Faster, measure
 from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, KeptQueries, QueryReader, newest_in_rings
 from vllm_kvmerge.engine.support import QUANTISED, UnsupportedConfigError
-from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, cell_bytes, keep_queries, paged_attention
-from vllm_kvmerge.ops.types import stored
+from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, is_native, keep_queries, paged_attention
 
-MEASURED_BYTES = 32 << 20
-"""Of the caches over which operators are compared: much of what a processor caches, as a model's layers are."""
+
+def attends_plain(cache: PagedKVCache) -> bool:
+    """Whether plain requests run on our operator unless the server's options name another.
+
+    It takes half of the time of vLLM's with numbers of 16 or 8 bits (docs/performance.md). In float32 it gains less, and
+    vLLM's gives stock vLLM's tokens to the bit.
+    """
+    return cache.keys.dtype != torch.float32 and is_native("paged_attention", cache)
 
 
 @dataclass
@@ -71,7 +74,7 @@ def select_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Commo
 class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     """Builds a step's metadata; the runner sets ``rows`` (one per request, in batch order) just before.
 
-    faster: says which rows without a front are ours.
+    attends_plain: whether rows without a front are ours, too.
     """
 
     isa: str
@@ -79,7 +82,7 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rows: list[BatchRow] = []
-        self.faster = Faster()
+        self.attends_plain = False
         self._most = self.vllm_config.scheduler_config.max_num_seqs
         self._one_query_each = torch.ones(self._most, dtype=torch.int32)
         of_plain = compressed_batch([PLAIN] * self._most, *[self._one_query_each] * 4)
@@ -123,7 +126,7 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
         """Whether a step has plain rows alone, with one query each, and all are ours: most steps of most servers."""
         num_rows = common.num_reqs
         has_one_each = common.max_query_len == 1 and common.num_actual_tokens == num_rows <= self._most
-        return not self.rows and has_one_each and self.faster.takes(1, int(common.seq_lens.min()))
+        return self.attends_plain and not self.rows and has_one_each
 
     def _all_ours(self, common: CommonAttentionMetadata) -> MergeableAttentionMetadata:
         """Metadata of such a step, without what only vLLM's operator reads."""
@@ -145,52 +148,8 @@ class MergeableAttentionBuilder(CPUAttentionMetadataBuilder):
 
     def _our_rows(self, common: CommonAttentionMetadata) -> dict[int, BatchRow]:
         """Rows that our operator attends for, by their place in the batch."""
-        rows = {i: row for i, row in enumerate(self.rows) if row.front > 0}
-        if self.faster.is_ever:
-            lengths = common.query_start_loc_cpu.diff().tolist(), common.seq_lens.tolist()
-            for i, (num_queries, seq_len) in enumerate(zip(*lengths, strict=True)):
-                if i not in rows and self.faster.takes(num_queries, seq_len):
-                    rows[i] = PLAIN
-        return rows
-
-    def measure(self, layer: Any) -> Faster:
-        """Compares both operators on ``layer``, one of this group's, over caches of random numbers."""
-        impl, spec = layer.impl, self.kv_cache_spec
-        cell = cell_bytes(spec.head_size, spec.dtype) // spec.dtype.itemsize
-        block_bytes = spec.num_kv_heads * spec.block_size * cell * spec.dtype.itemsize
-        num_blocks = max(1, MEASURED_BYTES // block_bytes)
-        memory = torch.zeros(num_blocks, spec.num_kv_heads, spec.block_size, cell, dtype=spec.dtype)
-        cache = impl.view(layer, memory)
-        for plane in (cache.keys, cache.values):
-            plane.copy_(stored(torch.randn(plane.shape), plane.dtype))
-        blocks = torch.randperm(num_blocks, dtype=torch.int32)
-
-        def sides(num_queries: int, seq_len: int) -> tuple[Attend, Attend] | None:
-            width = -(-seq_len // spec.block_size)
-            rows = min(num_blocks // width, DECODING if num_queries == 1 else 1)
-            if rows == 0:
-                return None
-            starts = torch.arange(0, (rows + 1) * num_queries, num_queries, dtype=torch.int32)
-            common = CommonAttentionMetadata(
-                query_start_loc=starts,
-                query_start_loc_cpu=starts,
-                seq_lens=torch.full((rows,), seq_len, dtype=torch.int32),
-                num_reqs=rows,
-                num_actual_tokens=rows * num_queries,
-                max_query_len=num_queries,
-                max_seq_len=seq_len,
-                block_table_tensor=blocks[: rows * width].view(rows, width),
-                slot_mapping=torch.empty(0, dtype=torch.int64),
-            )
-            query = torch.randn(rows * num_queries, impl.num_heads, impl.head_size).to(self.dtype)
-            output, batch = torch.empty_like(query), rows_of_batch(common, dict.fromkeys(range(rows), PLAIN))
-            stock = MergeableAttentionMetadata(**vars(super(MergeableAttentionBuilder, self).build(0, common)))
-            return (
-                partial(paged_attention, query, cache, batch, impl.scale, output, impl.softmax),
-                partial(impl.stock_attention, layer, query, cache, stock, output),
-            )
-
-        return measure(sides)
+        rows = self.rows or [PLAIN] * common.num_reqs
+        return {i: row if row.front > 0 else PLAIN for i, row in enumerate(rows) if row.front > 0 or self.attends_plain}
 
 
 class MergeableAttentionImpl(MergeableImpl, CPUAttentionBackendImpl):

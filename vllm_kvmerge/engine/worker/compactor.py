@@ -394,7 +394,7 @@ class Compactor:
         """True if the operators that a policy uses round alike whatever the number of dead entries. PyTorch's products
         of matrices need not, and on a GPU attention is added up by tiles of entries."""
         if self.device.type == "cpu":
-            return (policy.takes_shares and not policy.query_window) or ops.is_native(self.layers[0])
+            return (policy.takes_shares and not policy.query_window) or ops.is_native("most_similar", self.layers[0])
         return not policy.query_window
 
     def begin(self, compaction: Compaction, num_parts: int) -> Course:

@@ -14,8 +14,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_kvmerge.engine.arguments import plugin_config
-from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
-from vllm_kvmerge.engine.attention.faster import ALWAYS
+from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder, attends_plain
 from vllm_kvmerge.engine.blocks import with_equal_blocks
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compression import Compression, set_batch_rows
@@ -112,14 +111,12 @@ class CompressionCPUModelRunner(CompressionRunnerMixin, CPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         choice = plugin_config(self.vllm_config).plain_attention
-        if choice == "vllm":
-            return
         for group in self.attn_groups[self.compression.group]:
             builder = group.get_metadata_builder()
             if isinstance(builder, MergeableAttentionBuilder):
-                layer = self.compression.layers[group.layer_names[0]]
-                builder.faster = ALWAYS if choice == "ours" else builder.measure(layer)
-                logger.info("Requests without a compressed front: %s", builder.faster)
+                is_ours = choice == "ours" or choice == "auto" and attends_plain(self.compression.compactor.layers[0])
+                builder.attends_plain = is_ours
+                logger.info("Attention of plain requests: %s", "ours" if is_ours else "vLLM's operator")
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         # vLLM verifies drafts even in a step without any, where it fails if a request has a top_k.
