@@ -1,6 +1,8 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   the demo model on http://127.0.0.1:$(PORT)
-# make test    all tests                         make lint   ruff, mypy and import-linter
+# make test    the fast layer of the tests, ten minutes      make lint   ruff, mypy and import-linter
+# make test-all  everything that can be tested without a GPU, in pieces, one to two hours; what has passed on the same tree
+#               is not run again, so that it goes on where it was interrupted
 # make docs    the documentation's site, into build/site, with its links checked, after its generated pages
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run, but
 #               for the one that vLLM takes here, and so make test
@@ -50,6 +52,7 @@ MINUTES ?= 60
 PORT ?= 8000
 SIZE ?= small
 ARGS ?=
+FOLDERS := engine server ops policies others
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.vllm-kvmerge-setup
@@ -74,7 +77,7 @@ export CHECK_OWNER
 OWN = $(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
 	|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
 
-.PHONY: setup serve test test-levels test-gpu-code test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz soak
+.PHONY: setup serve test test-all $(FOLDERS:%=test-%) test-deaths test-soak test-levels test-gpu-code test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz soak
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -108,33 +111,55 @@ serve: setup
 	@VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
 		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
 
-# Tests start a hundred processes, each of which would compile the package again where Python keeps no bytecode.
+# Tests start many processes, each of which would compile the package again where Python keeps no bytecode.
+PYTEST := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest
+PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 test: setup
 	@$(BIN)/python -m compileall -qq vllm_kvmerge tests || true
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10 $(ARGS)
+	$(PYTEST) $(PARALLEL) --durations 10 $(ARGS)
+
+OTHERS := $(filter-out $(FOLDERS:%=tests/%) tests/gpu tests/data,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
+$(FOLDERS:%=test-%): test-%: setup
+	$(PYTEST) $(PARALLEL) --durations 10 $(if $(filter others,$*),$(OTHERS),tests/$*) $(ARGS)
+
+test-deaths test-soak: test-%: setup
+	$(PYTEST) -n 2 -m $* $(ARGS) tests/engine tests/server
+
+# A piece leaves its log in a folder for this tree, and its name there once it has passed.
+PIECES := lint test-levels $(FOLDERS:%=test-%) test-deaths test-soak sanitize races test-gpu-code test-benchmarks browser
+TREE = $(shell { git rev-parse HEAD; git diff HEAD; } | sha1sum | cut -c 1-12)
+test-all: setup
+	@folder=build/test-all/$(TREE); mkdir -p $$folder; failed=; \
+	for piece in $(PIECES); do \
+		test -e $$folder/$$piece.passed && continue; \
+		echo "make test-all: $$piece, in $$folder/$$piece.log"; start=$$SECONDS; \
+		if $(MAKE) --no-print-directory $$piece > $$folder/$$piece.log 2>&1; then touch $$folder/$$piece.passed; \
+		else failed="$$failed $$piece"; fi; \
+		echo "    $$((SECONDS - start)) s: $$(tail -n 1 $$folder/$$piece.log)"; \
+	done; test -z "$$failed" || { echo "make test-all: failed:$$failed" >&2; exit 1; }
 
 # Short: the tests that run vLLM's operators, beside ours and in an engine.
 test-levels: setup
 	@libraries=$$($(BIN)/python -m tests.vllm_library) || exit 1; others=$$(tail -n +2 <<< "$$libraries"); \
 	echo "make test-levels: beside the library of make test this processor can run:" $${others:-no other}; \
 	for library in $$others; do \
-		OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --vllm-library $$library \
+		$(PYTEST) --vllm-library $$library \
 			tests/ops/test_operators.py tests/engine/test_plain.py -k "vllm or library" $(ARGS) || exit 1; \
 	done
 
 test-gpu-code: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest -n 2 --dist load -m gpu_code $(ARGS) \
+	$(PYTEST) -n 2 --dist load -m gpu_code $(ARGS) \
 		tests/ops/test_triton.py tests/engine/test_cuda_runners.py tests/engine/test_cuda_hybrid.py
 
 test-benchmarks: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/benchmarks -m benchmarks $(ARGS)
+	$(PYTEST) tests/benchmarks -m benchmarks $(ARGS)
 
 machine: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/engine/test_machine.py -s \
+	$(PYTEST) tests/engine/test_machine.py -s \
 		-k random_schedules --operations $(OPERATIONS) $(ARGS)
 
 stress: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/engine/test_poison.py -s \
+	$(PYTEST) tests/engine/test_poison.py -s \
 		-k no_request_reads --requests $(REQUESTS) $(ARGS)
 
 reliability: setup
@@ -142,7 +167,7 @@ reliability: setup
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m tests.defects $(CASE)
 
 fuzz: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests/server/test_hostile_input.py -s \
+	$(PYTEST) tests/server/test_hostile_input.py -s \
 		--timeout 0 --fuzz-cases $(CASES) $(ARGS)
 
 soak: setup

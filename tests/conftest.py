@@ -5,14 +5,12 @@ import os
 import re
 import subprocess
 from collections import defaultdict
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
 import pytest
 from execnet.gateway_base import ThreadExecModel
-from xdist.scheduler import LoadScopeScheduling
 
 from tests import examples, preloaded, vllm_library
 from vllm_kvmerge.ops import cpu
@@ -23,8 +21,17 @@ INNER_LOOP = "not engine"
 THIN_ON_GPU = 7
 """Each case compiles kernels of its own."""
 
-THIN_IN_INNER_LOOP = 2
-"""Of the tests of all operators, one of how many cases; ``make test`` runs all."""
+THIN = 8
+"""Of the tests of all operators, one of how many cases of each runs in the fast layer."""
+
+SHARE_OF_EXAMPLES = 4
+"""Of a property's examples, one of how many is tried in the fast layer."""
+
+
+def is_fast(config):
+    """Whether the fast layer was asked for."""
+    return not config.getoption("all")
+
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -42,18 +49,28 @@ def pytest_addoption(parser):
     )
     parser.addoption("--operations", type=int, help="of the random schedules in tests/engine/test_machine.py")
     parser.addoption("--requests", type=int, help="of the stress in tests/engine/test_poison.py; default: 60")
+    parser.addoption("--starts", type=int, help="of servers in tests/server/test_restarts.py; default: 2")
     parser.addoption("--fuzz-cases", type=int, help="requests in tests/server/test_hostile_input.py")
+    parser.addoption(
+        "--all",
+        action="store_true",
+        default=None,
+        help="run slow tests, all examples of properties and all cases of operators, as where paths are named; "
+        "otherwise the fast layer runs",
+    )
     parser.addoption(
         "--thin",
         type=int,
-        help="run every THIN-th case of each test of all operators, for slow ones; default: all, of Triton's on a GPU "
-        f"every {THIN_ON_GPU}th",
+        help="run every THIN-th case of each test of all operators, for slow ones; default: of Triton's on a GPU every "
+        f"{THIN_ON_GPU}th, of others every {THIN}th in the fast layer",
     )
 
 
 def pytest_configure(config):
-    if config.getoption("markexpr") == INNER_LOOP:
-        examples.share = 4
+    if config.option.all is None:  # processes of pytest-xdist are told
+        config.option.all = config.args_source is config.ArgsSource.ARGS
+    if is_fast(config):
+        examples.share = SHARE_OF_EXAMPLES
     # What tests start is of this checkout, and finds the modules of tests.
     root, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
     if not path.startswith(root):
@@ -108,72 +125,60 @@ def pytest_unconfigure():
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Files that the inner loop leaves out as a whole are not imported: most of them import vLLM."""
-    if config.getoption("markexpr") != INNER_LOOP or not collection_path.match("test_*.py"):
+    """Files that are left out as a whole are not imported: most of them import vLLM."""
+    left_out = ["slow"] * is_fast(config) + ["engine"] * (config.getoption("markexpr") == INNER_LOOP)
+    if not left_out or not collection_path.match("test_*.py"):
         return None
-    return True if re.search(r"^pytestmark = \[?pytest\.mark\.engine\b", collection_path.read_text(), re.M) else None
+    marked = rf"^pytestmark = .*\bpytest\.mark\.({'|'.join(left_out)})\b"
+    return True if re.search(marked, collection_path.read_text(), re.MULTILINE) else None
 
 
 SHARED = ("server", "engine")
-"""Session fixtures that take long to set up, in the order in which the tests that use them begin."""
+"""Session fixtures that take long to set up. Files that use one run in one process, one after the other."""
 
 
-@cache
-def shared_fixture(path):
-    """Name of the fixture of ``SHARED`` that a test file uses, and neither defines nor has of another; None: it uses
-    none."""
-    text = (Path(__file__).parents[1] / path).read_text()
-    for name in SHARED:
-        used = re.search(rf"(?:def test_\w+|@pytest\.fixture[^\n]*\ndef \w+)\([^)]*\b{name}\b", text)
-        of_its_own = re.search(rf"\ndef {name}\(|\nfrom tests[\w.]* import (?:\([^)]*|[^\n(]*)\b{name}\b", text)
-        if used and not of_its_own:
-            return name
-    return None
-
-
-@cache
-def starts_processes(path):
-    """Whether a file's tests start servers or engines of their own. These begin first: one that began last would run
-    alone for a minute or two."""
-    text = (Path(__file__).parents[1] / path).read_text()
-    return re.search(r"\b(serving|running|Popen|kvmerge_engine_args)\(|(subprocess|preloaded)\.run\(", text) is not None
-
-
-class FilesThatShare(LoadScopeScheduling):
-    """Files that use one engine or server run in one process, one after the other; any other file by itself.
-
-    Those that wait for processes beside the engine use another: it costs less than all would wait for them.
-    """
-
-    def _split_scope(self, nodeid):
-        path = nodeid.partition("::")[0]
-        fixture = shared_fixture(path)
-        return "engine beside processes" if fixture == "engine" and starts_processes(path) else fixture or path
+def shared_fixture(item):
+    """The fixture of ``SHARED`` that a test uses; None: none, or one of its own file's with that name."""
+    definitions = item._fixtureinfo.name2fixturedefs
+    return next((name for name in SHARED if name in definitions and definitions[name][-1].scope == "session"), None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config):
-    """Workers begin with vLLM imported if they run all tests. Of few, most need no vLLM or start nothing with it."""
-    if config.args_source is config.ArgsSource.TESTPATHS and config.getoption("markexpr") != INNER_LOOP:
+    """Workers begin with vLLM imported, but those of the inner loop need none."""
+    if config.getoption("markexpr") != INNER_LOOP:
         ThreadExecModel.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=preloaded.Popen)
 
 
-def pytest_xdist_make_scheduler(config, log):
-    return FilesThatShare(config, log) if config.getvalue("dist") == "loadfile" else None
+@pytest.hookimpl(optionalhook=True, trylast=True)
+def pytest_handlecrashitem(crashitem, report, sched):
+    """A process of pytest-xdist that crashed, or that pytest-timeout ended, ends the run at once."""
+    sched.config.hook.pytest_runtest_logreport(report=report)
+    pytest.exit(f"the process that ran {crashitem} has crashed or hung", returncode=1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    fixtures = {}
     for item in items:
-        if set(SHARED) & set(item.fixturenames):
+        if name := shared_fixture(item):
             item.add_marker(pytest.mark.engine)
+            fixtures[item.path] = name
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(fixtures.get(item.path, item.location[0])))
+    # Those that take longest begin first: one that began last would run alone for a minute or two.
     items.sort(
         key=lambda item: (
-            (*SHARED, None).index(shared_fixture(item.location[0])),
-            shared_fixture(item.location[0]) is None and not starts_processes(item.location[0]),
+            (*SHARED, None).index(fixtures.get(item.path)),
+            item.get_closest_marker("engine") is None,
             item.get_closest_marker("last") is not None,
         )
     )
+    if is_fast(config):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     result = yield
     # After -k has chosen: what is counted is the cases that would run.
     _thin(config, items)
@@ -181,15 +186,18 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _thin(config, items):
+    """Leaves one of some cases of each test that runs many."""
     thin, seen = config.getoption("--thin", default=None), defaultdict(int)
-    others = THIN_IN_INNER_LOOP if config.getoption("markexpr") == INNER_LOOP else 1
     kept, dropped = [], []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         on_gpu = next((p for p in (params.get("operators"), params.get("strict")) if str(p).endswith("gpu")), None)
-        step = 1
-        if "operators" in item.fixturenames or on_gpu:
-            step = thin or (THIN_ON_GPU if on_gpu in ("triton-gpu", "reference-gpu") else others)
+        marked, step = item.get_closest_marker("thin"), 1
+        if marked and is_fast(config):
+            (step,) = marked.args
+        elif "operators" in item.fixturenames or on_gpu:
+            is_compiled = on_gpu in ("triton-gpu", "reference-gpu")
+            step = thin or (THIN_ON_GPU if is_compiled else THIN if is_fast(config) else 1)
         group = item.nodeid.partition("[")[0], on_gpu
         (dropped if seen[group] % step else kept).append(item)
         seen[group] += 1

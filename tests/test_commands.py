@@ -251,6 +251,7 @@ class Parsed(BaseException):
     """Ends a program whose parser has taken its options."""
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_programs_take_the_documented_options(monkeypatch):
     """Each program's own parser; ``test_servers_could_start`` has those of ``serve``."""
@@ -314,6 +315,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_servers_could_start(monkeypatch):
     """What a server checks before it starts its engine, of each documented command, by ``vllm-kvmerge doctor``."""
@@ -355,6 +357,7 @@ LESS = {
 UNTIL_THERE_IS_A_MODEL = {"build/prose/seed-0"}
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("beginning", LESS, ids=" ".join)
 def test_with_less_to_do(beginning, tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "required: COMMAND" in refusal(capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_fault_of_a_process_of_its_own() -> None:
     """Nothing but the one line: what vLLM logs while it is imported is held back."""

@@ -12,6 +12,7 @@ from vllm_kvmerge.policies import PARTS
 from vllm_kvmerge.request.catalogue import describe_policies
 
 
+@pytest.mark.slow
 def test_all_about_a_policy_or_a_part(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     for preset in describe_policies()["presets"]:
@@ -53,6 +54,7 @@ def test_policies_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == describe_policies()
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_policies_need_no_vllm() -> None:
     code = "import sys; from vllm_kvmerge.cli import main; main(['policies']); sys.exit('vllm' in sys.modules)"

@@ -205,6 +205,7 @@ def test_unsupported_option(
     assert said in refusal(capsys, "serve", model, "--port", port, *options)
 
 
+@pytest.mark.slow
 def test_a_model_of_embeddings(capsys: pytest.CaptureFixture[str], model: str, port: str) -> None:
     """One that vLLM recognizes as such."""
     bert = {**LLAMA, "architectures": ["BertModel"], "model_type": "bert", "max_position_embeddings": 512}

@@ -88,6 +88,7 @@ def test_the_learning_rate_rises_and_falls():
     assert 0.95 < rates[peak] <= 1 and abs(rates[-1] - training.FINAL_LEARNING_RATE) < 0.001
 
 
+@pytest.mark.slow
 def test_training_needs_no_vllm():
     modules = ", ".join(f"vllm_kvmerge.demo.{name}" for name in ("train", "scores", "train_prose", "scores_prose"))
     check = f"import sys; import {modules}; sys.exit('vllm' in sys.modules)"

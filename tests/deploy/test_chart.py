@@ -101,6 +101,7 @@ def test_objects_are_valid(render, gpu, device, values, version):
             kubernetes_validate.validate(one, version, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_resources_of_the_prometheus_operator(render, node_modules):
     """Against the schemas of the operator's resources, as an npm package carries them."""

@@ -40,6 +40,7 @@ def test_it_holds_the_configurations_and_the_native_library(wheel: Path, reposit
     assert files and {f"vllm_kvmerge/{path}" for path in files} | {"vllm_kvmerge/ops/_native.so"} <= names
 
 
+@pytest.mark.slow
 def test_a_server_runs_from_it(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(wheel)], check=True)

@@ -7,6 +7,8 @@ import pytest
 from tests.engine.answers import ANSWERS, answers, settings
 from tests.engine.conftest import Engine
 
+pytestmark = pytest.mark.slow
+
 EXPECTED = json.loads(ANSWERS.read_text())
 
 

@@ -15,7 +15,7 @@ from tests.engine.conftest import NUM_BLOCKS, engine_arguments, random_prompt
 from tests.engine.generating_async import ABANDONED
 from vllm_kvmerge import compression
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FIELDS = [
     {"policy": "keepkv", "budget": 64},

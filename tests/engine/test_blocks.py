@@ -54,6 +54,7 @@ def test_usage_drops_to_the_budget_after_the_prompt(engine, policy):
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_three_hundred_generated_tokens_stay_within_budget_and_interval(engine):
     """Every preset that may be bounded, all at once: no step sees more than budget + interval entries per head, on
     average over layers and heads, nor more than their largest share in any."""
@@ -131,6 +132,7 @@ def cold(engine):
     return output
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("policy", sorted(PRESETS))
 def test_the_prefix_cache_stays_as_full_attention_left_it(engine, policy, cold):
     """After compressed requests on a prompt, a plain one hits the cache and answers as a cold engine does."""

@@ -90,6 +90,7 @@ def prompt() -> list[int]:
     return random_prompt(np.random.default_rng(31), PROMPT)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("chunk", [None, 60])
 @pytest.mark.parametrize("interval", [1, 16])
 def test_streaming_llm_with_positions_shifted(engine, prompt, interval, chunk):
@@ -112,6 +113,7 @@ def alone(engine, prompt):
     return {policy: engine.tokens([prompt], short(policy))[0] for policy in POLICIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [None, 2, 5, 20])
 def test_neither_company_nor_preemption_changes_anything(engine, prompt, alone, when):
     """Plain requests in the same batches are as they were, too."""
@@ -128,6 +130,7 @@ def test_neither_company_nor_preemption_changes_anything(engine, prompt, alone, 
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_distances_are_those_of_the_cache(engine, prompt, alone):
     """In a window of tokens that follow one another they are those of the text, and with anything else they are not."""
     for policy in POLICIES:

@@ -21,7 +21,7 @@ from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import CHUNK, write_llama4
 from vllm_kvmerge.engine.usage import REPORT_KEY
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROTATING = ("expected_attention", "compactor", '"positions": "cache"')
 """They are refused: layers of full attention have no RoPE."""

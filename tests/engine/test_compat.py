@@ -58,6 +58,7 @@ assert state() == after
 """
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing_and_installing_changes_all_once():
     done = subprocess.run([sys.executable, "-c", IMPORTS_CHANGE_NOTHING], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

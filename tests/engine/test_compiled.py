@@ -11,7 +11,7 @@ from tests import preloaded
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
 from vllm_kvmerge import compression
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 COMPILED = """
 import json, sys

@@ -17,7 +17,7 @@ from tests.engine.test_plain import STOCK
 from tests.presets import SMALL
 from vllm_kvmerge import compression, kvmerge_engine_args
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE, MAX_TOKENS = 32, 24
 POLICIES = "snapkv", "h2o", "keepkv", "kvzip", "adakv", "streaming_llm"

@@ -155,6 +155,7 @@ def _extremes(option: dict[str, Any]) -> list[Any]:
     return [low, high, *inside, math.nextafter(low, -math.inf), math.nextafter(high, math.inf), *beyond]
 
 
+@pytest.mark.slow
 def test_extremes_of_every_number_are_refused_or_answered(engine: Engine) -> None:
     """Generated from the schema. Whatever is accepted is served, together, and the next request is as ever."""
     rng = np.random.default_rng(3)

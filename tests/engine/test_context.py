@@ -82,6 +82,7 @@ def losses(engine):
     return found
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("policy", sorted(PRESETS))
 def test_a_context_is_compressed_as_if_it_were_the_whole_prompt(losses, policy):
     """The reference is a request whose prompt is the context and which is made to generate question and answer."""
@@ -90,6 +91,7 @@ def test_a_context_is_compressed_as_if_it_were_the_whole_prompt(losses, policy):
     assert np.abs(np.subtract(found, losses["full"][0])).max() > 0.1  # the budget is small enough to tell
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_never_exceeded_changes_nothing(engine):
     rng = np.random.default_rng(22)
     policies = ["h2o", "keepkv", "morphkv", "criticalkv"]
@@ -111,6 +113,7 @@ def test_a_budget_that_is_never_exceeded_changes_nothing(engine):
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_the_question_is_read_before_any_of_it_is_compressed(engine):
     """Compressions happen at the context's end, then at the prompt's, then every interval; ``grow``: at the first."""
     context, length, num_tokens, budget, interval = 1300, 1700, 80, 128, 16
@@ -251,6 +254,7 @@ def test_aborted_requests_leave_nothing(engine, steps, monkeypatch):
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_a_context_of_the_whole_prompt_is_as_none(engine):
     rng = np.random.default_rng(29)
     prompts = [random_prompt(rng, length) for length in (90, 300, 1100)]

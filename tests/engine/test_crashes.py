@@ -15,17 +15,23 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 
-ABORTS = """
-import os
+FAULTS = {"crash": "os.abort()", "hang": "time.sleep(600)"}
+
+FAULTY = """
+import os, time
 
 def test_before():
     pass
 
-def test_that_aborts():
-    os.abort()
+def test_that_ends_it():
+    {fault}
+"""
 
-def test_after():
-    pass
+OTHER = """
+import time
+
+def test_of_another_process():
+    time.sleep(600)
 """
 
 SERVES = """
@@ -46,28 +52,44 @@ def test_with_a_server():
 
 def command(*arguments: str, jobs: int = 2) -> list[str]:
     """pytest as ``make test`` calls it."""
-    recipe = re.search(r"-m pytest (-n \$\(JOBS\).*) \$\(ARGS\)", (ROOT / "Makefile").read_text())
+    recipe = re.search(r"^PARALLEL := (-n \$\(JOBS\).*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe
     options = recipe[1].replace("$(JOBS)", str(jobs)).split()
-    return [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        *arguments,
+    ]
 
 
-def test_a_crash_is_a_failure_with_a_name(tmp_path):
-    (tmp_path / "test_planted.py").write_text(ABORTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_process_that_ends_fails_the_run_at_once_and_names_the_test(tmp_path, fault):
+    """While another one has minutes to go."""
+    (tmp_path / "test_faulty.py").write_text(FAULTY.format(fault=FAULTS[fault]))
+    (tmp_path / "test_other.py").write_text(OTHER)
+    limit = () if fault == "crash" else ("--timeout", "5")
+    files = str(tmp_path / "test_faulty.py"), str(tmp_path / "test_other.py")
     done = subprocess.run(
-        command(str(tmp_path)), cwd=tmp_path, capture_output=True, text=True, preexec_fn=end_with_tests
-    )
-    assert done.returncode == 1
-    assert re.search(r"worker 'gw\d' crashed while running '\S*test_planted.py::test_that_aborts'", done.stdout)
-    assert "worker restarting disabled" in done.stdout and re.search(r"\b1 failed, [12] passed", done.stdout)
+        command("-p", "tests.conftest", "-m", "not engine", *limit, *files),
+        cwd=ROOT, capture_output=True, text=True, preexec_fn=end_with_tests, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert re.search(r"process that ran \S*::test_that_ends_it\S* has crashed or hung", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_suite_that_is_killed_leaves_nothing_behind(tmp_path):
     """Neither its server, which is killed with it while its engine starts, nor what that has started."""
     path = tmp_path / "pids"
     (tmp_path / "test_planted.py").write_text(SERVES.format(path=str(path)))
     suite = subprocess.Popen(
-        command(str(tmp_path / "test_planted.py"), "--rootdir", str(ROOT), jobs=1),
+        command(str(tmp_path / "test_planted.py"), jobs=1),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

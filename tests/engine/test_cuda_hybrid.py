@@ -18,7 +18,7 @@ from tests.models.architectures import write_model
 from tests.random_model import write_gemma, write_gemma3n, write_granite, write_llama4, write_qwen3_next
 from vllm_kvmerge import compression
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -20,7 +20,7 @@ from tests.vllm_library import needs_avx512
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

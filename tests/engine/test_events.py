@@ -12,6 +12,8 @@ from vllm.v1.core.kv_cache_utils import ExternalBlockHash, get_block_hash, maybe
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
 
+pytestmark = pytest.mark.slow
+
 FIRST, QUESTION, ANSWER = 300, 24, 20
 
 

@@ -23,6 +23,8 @@ from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.limits import Compression
 from vllm_kvmerge.request.parameters import parse_compression
 
+pytestmark = pytest.mark.slow
+
 MERGING = sorted(name for name in PRESETS if PRESETS[name].merger != "drop")
 POLICIES = sorted(PRESETS)
 LENGTH, BUDGET, INTERVAL = 150, 64, 32

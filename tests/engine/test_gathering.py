@@ -62,6 +62,7 @@ def stagger(engine: Engine, prompts: list[list[int]], steps: int, *params: Sampl
     return [answers[f"staggered {index}"] for index in range(len(prompts))]
 
 
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("policy", ["keepkv", "morphkv", "zsmerge", "weightedkv", "h2o"])
 def test_requests_of_unlike_budgets_come_to_be_one_batch(engine: Engine, policy: str, steps: int) -> None:
@@ -79,6 +80,7 @@ def test_requests_of_unlike_budgets_come_to_be_one_batch(engine: Engine, policy:
     assert found.count(4) >= 3, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["keepkv", "morphkv", "streaming_llm"])
 def test_requests_of_different_steps_come_to_be_one_batch(engine: Engine, policy: str) -> None:
     rng = np.random.default_rng(3)
@@ -117,6 +119,7 @@ def test_tokens_are_sampled_before_compactions(engine: Engine, monkeypatch) -> N
     assert all(before == "_sample" for before, name in pairwise(done) if name == "run_plans")
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("policy", ["snapkv", "keepkv", "morphkv", "zsmerge", "weightedkv", "h2o"])
 def test_prompts_of_unlike_lengths_come_to_be_one_batch(engine: Engine, policy: str) -> None:
     rng = np.random.default_rng(5)

@@ -28,7 +28,7 @@ from tests.models.probe import refusal
 from tests.random_model import write_gemma4
 from vllm_kvmerge.request.parameters import parse_compression
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 __all__ = ["watched"]  # a fixture
 

@@ -28,6 +28,7 @@ def losses(engine: Engine, prompts: list[list[int]], asked: list[dict], num_toke
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decode", "num_tokens"), [("bounded", 300), ("grow", 40)])
 def test_probabilities_are_those_with_dead_entries_in_place(engine, monkeypatch, decode, num_tokens):
     """A cache that grows is compressed once."""

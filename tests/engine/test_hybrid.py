@@ -221,6 +221,7 @@ def check_company_and_preemption(engine: Engine, told: list[tuple[list[int], Sam
     return together
 
 
+@pytest.mark.slow
 def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
     told = jobs()
     alone = check_company_and_preemption(engine, told)
@@ -237,6 +238,7 @@ def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_compressions_that_are_spread(engine):
     told = jobs()
     assert engine.llm.reset_prefix_cache()
@@ -249,6 +251,7 @@ def test_compressions_that_are_spread(engine):
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_two_workers_equal_one(engine, folder, tmp_path):
     told = [(prompt, params.extra_args) for prompt, params in jobs() if not splits_among_heads(params.extra_args)]
     first, second = generate(tmp_path, arguments(folder), told)
@@ -280,6 +283,7 @@ def check_prefix_cache(engine: Engine, policy: str, num_tokens: int, num_cached:
     engine.assert_empty()
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "keepkv", "adakv"])
 def test_the_prefix_cache_stays_as_full_attention_left_it(engine, policy):
     """In all layers, in a window too."""
@@ -298,6 +302,7 @@ def test_a_hit_that_is_cut_short_has_its_own_window(engine):
     engine.assert_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "chunk_size"), [(500, 150), (267, 2000), (511, 300)])
 def test_scores_of_a_repeated_context_are_those_of_a_dense_computation(engine, folder, scores, length, chunk_size):
     """A repetition begins with its parent's window. Beside a request that generates, 510 tokens of the last context
@@ -346,6 +351,7 @@ def test_a_report_counts_the_blocks_of_all_layers(engine):
     assert max(taken[2:]) <= (64 + 40) // BLOCK_SIZE + 1 + 2 * (WINDOW // BLOCK_SIZE + 2)
 
 
+@pytest.mark.thin(24)
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"kvzip"}))
 def test_under_pressure_requests_are_compressed_and_none_is_preempted(engine, watched, policy):
     preempted, compressed = watched
@@ -364,6 +370,7 @@ def test_plain_requests_are_preempted_there(engine, watched):
     assert watched[0] and not watched[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "keepkv", "morphkv", "adakv"])
 def test_under_pressure_it_is_compressed_like_a_context(engine, watched, policy):
     """One that fills the pool alone, with blocks of three groups of layers."""
@@ -404,6 +411,7 @@ def test_under_pressure_one_alone_outgrows_the_pool(engine, cls, depth):
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
+@pytest.mark.slow
 def test_under_pressure_beside_others(engine, watched):
     """Which give the same tokens as alone."""
     told = jobs()

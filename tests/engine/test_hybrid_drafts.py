@@ -11,7 +11,7 @@ from tests.engine.test_hybrid import add, folder, jobs, running
 from tests.engine.test_speculative import DRAFTING, numbers, repeating, repetitive, with_drafts
 from tests.random_model import WINDOW
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 __all__ = ["folder"]  # a fixture
 

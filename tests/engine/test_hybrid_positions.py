@@ -12,7 +12,7 @@ from tests.engine.test_hybrid import add, greedy, running
 from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import write_gemma
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

@@ -12,7 +12,7 @@ from tests.engine.test_shared_contexts import add, answers, fronts, params
 from tests.engine.test_stress_contexts import check_sharing
 from tests.presets import SMALL
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 __all__ = ["client", "engine", "folder", "fronts", "saved"]
 

@@ -22,7 +22,7 @@ from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY
 from vllm_kvmerge.policies import PRESETS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 IMAGE_SIZE, PATCH_SIZE, MAX_TOKENS = 80, 8, 24
 NUM_IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2 + 3

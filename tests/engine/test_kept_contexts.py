@@ -59,6 +59,7 @@ def ask(engine, prompt, some) -> tuple[list[int], int]:
     return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 
+@pytest.mark.slow
 def test_a_kept_context_outlasts_everything_else(engine, client):
     rng = np.random.default_rng(81)
     context = random_prompt(rng, CONTEXT)
@@ -258,6 +259,7 @@ def damage(folder, how: str) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "how",
     ["torn", "a bit", "empty", "weights", *IDENTITY],
@@ -361,6 +363,7 @@ class Meanwhile(Client):
         return await super().collective_rpc(method, args)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("how", ["whole", "torn", "raises"])
 def test_a_context_is_asked_for_while_it_is_loaded(engine, client, saved, tmp_path, how, monkeypatch):
     folder, asked = saved

@@ -21,7 +21,7 @@ from tests.engine.test_hybrid import (
 from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import write_gemma3n
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.engine.test_hybrid import add
 from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LATE = {"kv_connector": "LateConnector", "kv_connector_module_path": "tests.engine.late_connector"}
 VAIN = LATE | {"kv_connector": "VainConnector"}

@@ -14,7 +14,7 @@ from tests.engine.test_speculative import DRAFTING, THREADS
 from tests.random_model import write_qwen3_next
 from tests.vllm_library import needs_avx512_bf16
 
-pytestmark = [pytest.mark.engine, needs_avx512_bf16]
+pytestmark = [pytest.mark.engine, needs_avx512_bf16, pytest.mark.slow]
 
 ARGUMENTS = {
     "dtype": "bfloat16",

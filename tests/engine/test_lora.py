@@ -20,7 +20,7 @@ from tests.random_model import SIZES, write_llama
 from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 RANK, MAX_TOKENS, CONTEXT = 4, 24, 200
 NAMES = None, "a", "b"

@@ -9,6 +9,8 @@ from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.loss import continuation_loss
 
+pytestmark = pytest.mark.slow
+
 PROMPT, LENGTH = 300, 380
 
 

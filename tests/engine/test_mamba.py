@@ -32,7 +32,7 @@ from tests.models.probe import refusal
 from tests.random_model import write_granite
 from vllm_kvmerge.engine.usage import REPORT_KEY
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE = 64
 """What vLLM makes of 32, so that a state fits into a block."""

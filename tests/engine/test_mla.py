@@ -97,6 +97,7 @@ def jobs() -> list[tuple[list[int], SamplingParams]]:
     return told
 
 
+@pytest.mark.slow
 def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
     """After a preemption, generated tokens are a chunk behind a compressed front."""
     told = jobs()
@@ -238,6 +239,7 @@ def test_scores_of_a_repeated_context_are_those_of_a_dense_computation(engine, f
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_vllm_cannot_read_latents_of_8_bits(folder):
     """Which is why the server refuses them."""
     with pytest.raises(AssertionError, match="expected scalar type BFloat16 but found Float8_e4m3fn"):

@@ -20,7 +20,7 @@ from tests.engine.test_speculative import (
     with_drafts,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 __all__ = ["folder"]  # a fixture
 

@@ -12,6 +12,8 @@ from vllm_kvmerge.evaluation.loss import continuation_loss
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.evaluation.tasks.perplexity import Perplexity
 
+pytestmark = pytest.mark.slow
+
 
 def test_perplexity_is_the_models(engine):
     path = str(Path(__file__).parents[1] / "data/eval/demo-text.txt")

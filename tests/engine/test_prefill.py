@@ -83,6 +83,7 @@ def test_later_chunks_are_scored_by_the_newest_queries(engine, prompt, monkeypat
     assert not seen
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(engine, prompt, alone):
     rng = np.random.default_rng(92)
     for policy in POLICIES:
@@ -95,6 +96,7 @@ def test_company_changes_nothing(engine, prompt, alone):
     assert {policy: tokens[policy] for policy in POLICIES} == alone
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("when", [1, 2, 4, 9])
 def test_a_preempted_request_goes_through_the_same_compressions(engine, prompt, alone, when):
     for policy in POLICIES:
@@ -107,6 +109,7 @@ def test_a_preempted_request_goes_through_the_same_compressions(engine, prompt, 
 TWO_CHUNKS = ["h2o", "keepkv", "weightedkv", "streaming_llm", "zsmerge", "knorm", "local"]
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("policy", TWO_CHUNKS)
 def test_of_two_chunks_the_second_is_as_what_follows_a_context(engine, prompt, policy):
     """Trackers of all queries, and those of none, go on from a context's front as they do while generating."""
@@ -148,6 +151,7 @@ def test_what_is_known_is_shared_once_the_context_ends(engine, prompt, alone):
         assert len(fronts) == 4 * 5
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv", "adakv", "kvzap", "morphkv", "streaming_llm", "rkv"])
 def test_parts_of_a_context_are_shared(engine, prompt, policy):
     """Another request goes on from the longest part of its context that is there, as if it had computed it."""

@@ -66,6 +66,7 @@ def watched(engine, monkeypatch):
     return preempted, compressed
 
 
+@pytest.mark.slow
 def test_with_room_nothing_is_compressed(engine, prompts, watched):
     """And tokens are those of plain requests."""
     expected = engine.tokens(prompts[:2], params(None, 30))
@@ -75,6 +76,7 @@ def test_with_room_nothing_is_compressed(engine, prompts, watched):
     engine.assert_empty()
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_room_requests_are_compressed_and_none_is_preempted(engine, prompts, watched, policy):
     """Where six plain requests of the same lengths lose work."""
@@ -98,6 +100,7 @@ def test_plain_requests_are_preempted_there(engine, prompts, watched):
     assert watched[0] and not watched[1]
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_is_compressed_like_a_context(engine, prompts, watched, policy):
     """One that fills the pool alone goes on as one whose prompt is the same tokens, compressed at the same count."""
@@ -127,6 +130,7 @@ def test_a_cached_prompt_is_scored_by_the_queries_at_hand(engine, prompts, watch
     assert seen == {tuple(range(PROMPT // BLOCK_SIZE * BLOCK_SIZE, 13 * BLOCK_SIZE))}
 
 
+@pytest.mark.slow
 def test_one_alone_outgrows_the_pool(engine, prompts, watched):
     """It is compressed again and again, and after a preemption too, although its tokens have no room by then."""
     preempted, compressed = watched
@@ -138,6 +142,7 @@ def test_one_alone_outgrows_the_pool(engine, prompts, watched):
     assert compressed["long"] == [768, 768, 1440]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("fields", [{"decode": "grow"}, {"budget": 500, "interval": 400}])
 def test_one_that_cannot_shrink_again_ends_with_the_pool(engine, prompts, watched, fields):
     with small_pool(engine):
@@ -148,6 +153,7 @@ def test_one_that_cannot_shrink_again_ends_with_the_pool(engine, prompts, watche
     assert 2 * POOL - front - 4 * BLOCK_SIZE <= total <= 2 * POOL - front
 
 
+@pytest.mark.slow
 def test_beside_others(engine):
     """Requests of every kind, some of which wait for pressure: the others generate what they do alone, and all blocks
     come back."""

@@ -3,6 +3,7 @@
 import secrets
 
 import numpy as np
+import pytest
 from vllm import SamplingParams
 
 from vllm_kvmerge.demo import recall
@@ -49,6 +50,7 @@ def test_a_question_that_comes_after_the_compression(engine):
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_merging_keeps_more_than_dropping(engine):
     """Of several facts, those that were not selected: the same selection, merged into or not."""
     task = DemoMultikey(length=512)

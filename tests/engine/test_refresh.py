@@ -56,6 +56,7 @@ def test_it_is_counted_and_reported(engine):
     assert "refreshes" not in output.kv_transfer_params[REPORT_KEY]
 
 
+@pytest.mark.slow
 def test_it_survives_preemption_and_leaves_nothing_behind(engine):
     """A preempted request's complete cache is given up, and made again as it goes through the same compressions."""
     rng = np.random.default_rng(33)
@@ -128,6 +129,7 @@ def test_a_complete_cache_that_finds_no_room_ends_its_request_alone(engine, monk
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_a_second_question_is_answered_after_a_refresh(engine):
     """The prompt asks for one fact; 150 tokens later another one is asked for, whose place nobody had looked at."""
     rng = np.random.default_rng(35)

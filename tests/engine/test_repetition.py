@@ -92,6 +92,7 @@ def dense_scores(
     return expected
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("length", "chunk_size", "num_prefix_tokens", "normalized"),
     [(500, 150, 4, False), (130, 2000, 0, False), (500, 150, 4, True), (900, 600, 0, True)],
@@ -140,6 +141,7 @@ def alone(engine):
     return prompts, tokens
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(engine, alone):
     """Other policies and plain requests run beside them; none of the internal requests is shown to anybody."""
     prompts, tokens = alone
@@ -172,6 +174,7 @@ def test_a_hit_in_the_prefix_cache_changes_nothing(engine, alone):
     engine.assert_empty()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("num_blocks", [40, 46])
 def test_preemption_changes_nothing(engine, alone, num_blocks):
     """The pool has room for one or two contexts and a repetition: requests and repetitions are preempted."""

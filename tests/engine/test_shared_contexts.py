@@ -66,6 +66,7 @@ def asked(engine):
     return found
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("case", CASES)
 def test_a_request_goes_on_from_the_front_of_another(engine, fronts, asked, case):
     """After the same context, and if the context is all there is: the front then says what comes next."""
@@ -104,6 +105,7 @@ def test_all_read_one_front_that_none_of_them_writes_to(engine, fronts):
     engine.assert_empty()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "kvzip"])
 def test_what_differs_is_not_shared(engine, fronts, policy):
     rng = np.random.default_rng(63)

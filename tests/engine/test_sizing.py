@@ -51,6 +51,7 @@ def generate(engine, requests: list[tuple[int, int]], fields: dict | None) -> in
     return running
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("kind", sorted(FIELDS.keys() - {"none"}))
 @pytest.mark.parametrize(("context", "answer"), [(700, 70), (513, 1), (640, 33)])
 def test_a_request_holds_as_many_blocks(engine, kind, context, answer, monkeypatch):
@@ -73,6 +74,7 @@ def test_bytes_of_a_block_are_the_engines(engine):
     assert ours.num_blocks == (1 << 26) // ours.block_bytes - 1 < stock.num_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["merged", "chunks", "none"])
 def test_as_many_requests_fit(engine, kind):
     """Without a preemption, and not one more."""

@@ -46,6 +46,7 @@ def prompts() -> list[list[int]]:
     return [random_prompt(rng, length) for length in (4000, 2000, 640)]
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv", "adakv", "streaming_llm", "grkv"])
 def test_prompts_longer_than_the_pool_are_served(engine, prompts, policy):
     """As where there is room: together, when all are preempted, and with parts shared where blocks are free."""

@@ -26,7 +26,7 @@ from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.proof import PROOFS_KEY
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_DRAFTS, BUDGET, INTERVAL, MAX_TOKENS = 4, 64, 16, 60
 SPECULATION = {

@@ -27,6 +27,7 @@ def found(engine: Engine) -> dict[str, list[list[int]]]:
     return found
 
 
+@pytest.mark.thin(20)
 @pytest.mark.parametrize("name", settings())
 def test_answers_are_those_without(found: dict[str, list[list[int]]], name: str) -> None:
     for tokens, expected in zip(found[name], EXPECTED[name], strict=True):
@@ -114,6 +115,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
     return {name: found for name, found in tokens.items() if not name.startswith("other")}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("policy", CASES)
 def test_a_request_computes_nothing_meanwhile_and_others_go_on(engine, asked, others, policy):
     prompt, expected = asked[policy]
@@ -152,6 +154,7 @@ def test_the_rest_is_done_at_once_when_nobody_waits_any_more(engine, asked, othe
         assert finish(engine) == {"long": expected}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("policy", CASES)
 def test_a_request_that_ends_or_is_preempted_in_between(engine, asked, others, policy):
     prompt, expected = asked[policy]
@@ -191,6 +194,7 @@ def test_several_that_take_long(engine, asked, others):
     assert len(spread.parts) > 3 * len(asked)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "adakv", "kvzip", "keepkv"])
 def test_shared_contexts(engine, asked, others, policy):
     """A front is not found before its last part, nor ever if its request ends before; then others find it."""

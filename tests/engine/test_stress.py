@@ -164,6 +164,7 @@ def test_requests_of_every_kind(engine, num_requests):
     assert_answers_alone(engine, jobs, together, rng, num_requests * NUM_ALONE // NUM_REQUESTS)
 
 
+@pytest.mark.slow
 def test_compressions_that_are_spread(engine):
     rng = np.random.default_rng(23)
     jobs = draw_jobs(rng)

@@ -12,6 +12,8 @@ from tests.engine.test_stress import NUM_ALONE, Job, assert_same_or_tied, run_to
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 100
 POLICIES: tuple[tuple[str, dict], ...] = (
     ("snapkv", {}), ("h2o", {}), ("kvzip", {}), ("adakv", {"decode": "bounded"}),

@@ -86,6 +86,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [200, 34])
 def test_company_preemption_and_the_prefix_cache_change_nothing(engine, num_blocks):
     rng = np.random.default_rng(73)

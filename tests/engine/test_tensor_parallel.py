@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from vllm import SamplingParams
 
 from tests import preloaded
@@ -100,6 +101,7 @@ def test_two_workers_equal_one(engine, tmp_path):
     assert [told[index] for index in comparable] == [outputs[index].kv_transfer_params for index in comparable]
 
 
+@pytest.mark.slow
 def test_two_workers_under_pressure(engine, tmp_path):
     """They compress the same requests as one worker does, when as many blocks are left."""
     rng, num_blocks, names = np.random.default_rng(6), 40, ["keepkv", "snapkv", "h2o"]

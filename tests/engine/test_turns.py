@@ -43,6 +43,7 @@ def ask(engine, prompt: list[int], some: SamplingParams) -> tuple[list[int], int
     return tokens, output.num_cached_tokens, [row[token].logprob for row, token in rows]
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", POLICIES)
 def test_three_turns_are_one_session(engine, fronts, name):
     """The reference is one request that is made to generate questions and answers. Each turn ends with a block that is
@@ -85,6 +86,7 @@ def test_the_longest_turn_that_matches_wins(engine, fronts, name):
     engine.assert_empty()
 
 
+@pytest.mark.slow
 def test_what_others_do_does_not_matter_without_it(engine, fronts):
     rng = np.random.default_rng(73)
     first = random_prompt(rng, FIRST)

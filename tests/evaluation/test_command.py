@@ -111,6 +111,7 @@ def expected_losses(config_path: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_evaluation_that_is_killed_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, out = tmp_path / "command.py", tmp_path / "out"

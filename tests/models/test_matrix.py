@@ -1,7 +1,5 @@
-"""Some rows of docs/support-matrix.md, others every day."""
+"""The rows of docs/support-matrix.md."""
 
-import datetime
-import os
 import re
 
 import pytest
@@ -12,15 +10,11 @@ from tests.models.matrix import PAGE, found_of, row
 
 pytestmark = pytest.mark.engine
 
-NUM_ROWS = 2
-
-
-def todays() -> list[str]:
-    """Those that are due, or as ``MODELS`` in the environment says, separated by semicolons."""
-    if asked := os.environ.get("MODELS"):
-        return asked.split(";")
-    names, day = list(MODELS), datetime.date.today().toordinal()
-    return [names[(NUM_ROWS * day + index) % len(names)] for index in range(NUM_ROWS)]
+NAMES = [
+    pytest.param(name, marks=pytest.mark.xdist_group(f"models {index % 3}"), id=name)
+    for index, name in enumerate(MODELS)
+]
+"""Not all in one process."""
 
 
 def told(name: str) -> str:
@@ -31,7 +25,8 @@ def told(name: str) -> str:
     return re.sub(r"\[\^\d+\]", lambda mark: f" ({notes[mark.group()]})", line)
 
 
-@pytest.mark.parametrize("name", todays())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_what_the_page_says(name):
     notes: dict[str, str] = {}
     line = row(name, found_of(name, preloaded.run), notes)

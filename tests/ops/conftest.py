@@ -195,6 +195,8 @@ def pytest_generate_tests(metafunc):
             metafunc.parametrize("operators", own, indirect=True)
             return
         levels = cpu.levels() if cpu.LIBRARY.exists() else []
+        if not metafunc.config.getoption("all"):
+            levels = levels[:1]
         interpreted = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
         on_gpu = ["triton-gpu"] if torch.cuda.is_available() and not interpreted else []
         metafunc.parametrize("operators", ["plain-torch", *interpreted, *levels, *on_gpu], indirect=True)
@@ -202,7 +204,8 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def operators(request):
-    """The module of operators: the reference, then the native ones on every level that this machine runs.
+    """The module of operators: the reference, then the native ones on every level that this machine runs, or in the
+    fast layer on the best one.
 
     With TRITON_INTERPRET=1 also Triton's, in its interpreter; ``test_triton`` starts a process like that. CUDA's, in
     the emulation, where a module says so with ``OPERATORS``. Names that end with ``-gpu``: on copies of all tensors on

@@ -58,7 +58,7 @@ from vllm_kvmerge.ops.workspace import Workspace
 from vllm_kvmerge.policies import CompressionContext
 from vllm_kvmerge.request.parameters import parse_compression
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 OPERATORS = ["cuda", *(["cuda-gpu"] if torch.cuda.is_available() else [])]
 """What the tests imported above run on."""

@@ -24,7 +24,7 @@ from vllm_kvmerge.ops import (
 )
 from vllm_kvmerge.ops.types import PLANES, PageTables
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 OPERATORS = PLACES
 """Where the kernels run."""

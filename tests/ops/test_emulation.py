@@ -9,7 +9,7 @@ import pytest
 
 from tests.ops.conftest import cuda_builder
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SAID = {
     "ReadsEarly": "",

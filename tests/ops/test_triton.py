@@ -43,7 +43,7 @@ from vllm_kvmerge.ops.types import QUANTISED, PageTables  # noqa: E402
 from vllm_kvmerge.ops.workspace import Workspace  # noqa: E402
 from vllm_kvmerge.ops.zipping import ZipPlanes  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TESTS = Path(__file__).parent
 CHOSEN = "(triton or backend_interpreted) and not 40-2 and not 256-16 and not rounded"

@@ -110,6 +110,7 @@ def filled_in(query: str) -> str:
     return filled
 
 
+@pytest.mark.slow
 @needs_prometheus
 def test_the_adapters_queries_give_what_autoscaling_asks_for(prometheus):
     """Filled in as prometheus-adapter does for the pods of a namespace; the adapter itself does not run."""

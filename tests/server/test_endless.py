@@ -9,7 +9,7 @@ from tests.demo_model import BYTES_PER_BLOCK
 from tests.server.conftest import Server, serving
 from tests.server.deaths import ask_for_long, kill
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,7 @@ def test_a_server_without_room_in_shared_memory_does_not_start(may_mount: None) 
     assert any(line.startswith("vllm-kvmerge: the server stopped: ") for line in log)
 
 
+@pytest.mark.slow
 def test_full_shared_memory_is_named_by_the_server_that_dies_of_it(may_mount: None) -> None:
     # vLLM's queues between an engine and its worker are 400 MiB, of which pages are taken as they are written to.
     with serving(first=partial(end_with_tests_on_a_disk, SHARED_MEMORY, "600m")) as server:

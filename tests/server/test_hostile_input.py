@@ -146,6 +146,7 @@ def call_each(server: Server, operations: list[Any], each: int, is_fixed: bool, 
             call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["all operations", "the field"])
 def test_no_request_ends_with_500(what: str, server: Server, document: dict[str, Any], request) -> None:
     seen: Counter[int] = Counter()

@@ -47,6 +47,7 @@ def told(response: httpx.Response) -> tuple[list[str], dict]:
     return [one["token"] for one in answer["choices"][0]["logprobs"]["content"]], answer["usage"]
 
 
+@pytest.mark.slow
 def test_images_decide_the_answer(images):
     answers = {seeds: told(chat(images, *seeds)) for seeds in [(), (1,), (2,), (1, 2)]}
     assert len({tuple(tokens) for tokens, _ in answers.values()}) == 4

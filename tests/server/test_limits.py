@@ -60,6 +60,7 @@ def answer(server: Server, compression: dict, **body) -> httpx.Response:
     )
 
 
+@pytest.mark.slow
 def test_a_saved_context_is_there_after_a_restart(strict: Server, saved: SimpleNamespace) -> None:
     """With its answers, until it is deleted."""
     assert httpx.get(strict.url + saved.address).json() == saved.shown | {"seconds": None}

@@ -9,6 +9,8 @@ from transformers import AutoTokenizer
 
 from vllm_kvmerge import demo
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "data/eval/lm_eval"
 ROWS = [json.loads(line) for line in (FOLDER / "recall.jsonl").read_text().splitlines()]
 COMPRESSION = {"policy": "snapkv", "budget": 0.1}

@@ -41,6 +41,7 @@ def ask(server):
         assert server.complete([2, *range(20, 400)], **body)["usage"]["completion_tokens"] == TOKENS
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_nothing(server):
     ask(server)
     assert server.process.poll() is None

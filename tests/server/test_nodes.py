@@ -14,7 +14,7 @@ import yaml
 from tests.server.conftest import Server, free_port, running, serving, wait_until
 from tests.server.deaths import ask_for_long, kill
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes/leaderworkerset.yaml"
 ENGINES = ("0", "1")

@@ -10,7 +10,7 @@ import pytest
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.server.conftest import Server, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 DEFAULT = json.dumps({"policy": "keepkv", "budget": 96, "trigger": "pressure"})
 COUNTER = "vllm:kvmerge_pressure_compressions_total"

@@ -150,6 +150,7 @@ def test_the_command_of_the_page_on_verifying(server):
     assert answer["usage"]["kv_compression"]["entries"]["mean"] == 250
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_server(server, tmp_path, monkeypatch):
     """The documented command, for one sample of each task, and few at a time: a compression has a limit of seconds."""
     (script,) = (text for text in blocks(ROOT / "docs/evaluation.md", "sh") if "--endpoint" in text)
@@ -160,6 +161,7 @@ def test_an_evaluation_of_a_server(server, tmp_path, monkeypatch):
     assert len((tmp_path / "out/results.jsonl").read_text().splitlines()) == len(cells_of(config))
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_on_contexts(server):
     """A fact in the context that is kept is known to the request that names it."""
     _, asked, called = run_here(server, blocks(ROOT / "docs/contexts.md", "bash"))

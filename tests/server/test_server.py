@@ -320,6 +320,7 @@ def named_vllm(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_documented_command_of_vllms_own_benchmark(server, tmp_path):
     """As it is typed, by the script that the installation has put beside the interpreter."""
     (served,) = (text for text in BENCHMARKS if text.startswith("vllm bench serve"))
@@ -337,6 +338,7 @@ def test_the_documented_command_of_vllms_own_benchmark(server, tmp_path):
     assert server.metric("vllm:kvmerge_compressions_total", policy="keepkv") - before >= 4
 
 
+@pytest.mark.slow
 def test_vllms_benchmark_of_throughput():
     """Its requests have no field; the engine's default is theirs. By the script for the CPU build."""
     (command,) = (text for text in BENCHMARKS if text.startswith("vllm bench throughput"))

@@ -20,7 +20,7 @@ from tests.documented import ROOT, blocks, commands
 from tests.server.conftest import ONE_PROCESS_PER_ENGINE, Server, serving, wait_until
 from tests.server.test_readme import run_here
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PAGE = ROOT / "docs/several-processes.md"
 ENGINES = ("0", "1")

@@ -8,7 +8,7 @@ import pytest
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.server.conftest import Server, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SMALL = str(25 * BYTES_PER_BLOCK)
 """768 tokens, and the null block."""

@@ -15,7 +15,7 @@ from tests.documented import ROOT, blocks
 from tests.server.conftest import Server, serving
 from tests.server.test_readme import run_here
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PAGES = ROOT / "docs/tutorials"
 

@@ -15,7 +15,7 @@ from tests.server.test_contexts import FACTS, FIELD, QUESTION, ROUTE, ask, asser
 from tests.server.test_several_processes import from_both
 from vllm_kvmerge import demo
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 RANK = 4
 MODELS = ("demo", "a", "b")

@@ -60,7 +60,7 @@ def servers(command: tuple[str, ...]) -> Iterator[tuple[Server, Server]]:
         yield ours, stock
 
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_compression_is_on_where_the_configuration_asks_for_it(servers):

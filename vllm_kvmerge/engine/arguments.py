@@ -109,9 +109,9 @@ class PluginConfig(BaseModel):
     answer to it. Default: none."""
 
     plain_attention: Literal["auto", "vllm", "ours"] = "auto"
-    """Attention of requests that have not been compressed. On CPU: vLLM's operator or ours, by default ours for caches of
-    16 and 8 bits per number, and vLLM's for float32; they round differently. On CUDA: ours throughout, or else vLLM's
-    FlashAttention wherever it suits the model and no full graph runs."""
+    """Attention of requests that have not been compressed. On CPU: vLLM's operator or ours, by default ours for caches
+    of 16 and 8 bits per number, and vLLM's for float32; they round differently. On CUDA: ours throughout, or else
+    vLLM's FlashAttention wherever it suits the model and no full graph runs."""
 
     debug_poison_freed: bool = False
     """For tests: blocks that nobody holds any more are filled with NaN, keys, values and metadata, so that whatever

@@ -1,7 +1,7 @@
 """The attention backend on the CPU, over a cache that carries its own metadata.
 
-Requests with a compressed front run on our operator. All others run on one, which is the same on every server of a kind:
-ours, or vLLM's own over strided views of our cache.
+Requests with a compressed front run on our operator. All others run on one, the same on every server of a kind: ours,
+or vLLM's own over strided views of our cache.
 """
 
 import copy
@@ -29,8 +29,8 @@ from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, is_native,
 def attends_plain(cache: PagedKVCache) -> bool:
     """Whether plain requests run on our operator unless the server's options name another.
 
-    It takes half of the time of vLLM's with numbers of 16 or 8 bits (docs/performance.md). In float32 it gains less, and
-    vLLM's gives stock vLLM's tokens to the bit.
+    It takes half of the time of vLLM's with numbers of 16 or 8 bits (docs/performance.md). In float32 it gains less,
+    and vLLM's gives stock vLLM's tokens to the bit.
     """
     return cache.keys.dtype != torch.float32 and is_native("paged_attention", cache)
 
