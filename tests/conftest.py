@@ -21,7 +21,7 @@ INNER_LOOP = "not engine"
 THIN_ON_GPU = 7
 """Each case compiles kernels of its own."""
 
-THIN = 8
+THIN = 4
 """Of the tests of all operators, one of how many cases of each runs in the fast layer."""
 
 SHARE_OF_EXAMPLES = 4

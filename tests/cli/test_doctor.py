@@ -48,6 +48,7 @@ def test_for_people(capsys, monkeypatch):
     assert printed.endswith("vllm-kvmerge serve MODEL can start here.\n")
 
 
+@pytest.mark.slow
 def test_a_server_that_would_be_refused(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert report(capsys, str(tmp_path))[0] == 0
@@ -58,6 +59,7 @@ def test_a_server_that_would_be_refused(capsys, tmp_path):
     assert report(capsys, "/no/such/model")[1]["problems"] == ["no model in /no/such/model: there is no such folder"]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("target", "value", "said"),
     [
@@ -89,6 +91,7 @@ def wheel(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_vllm_that_is_not_installed(capsys, wheel, tmp_path):
     assert main(["doctor", "--vllm", str(wheel)]) == 0
     compared, advice = capsys.readouterr().out.splitlines()

@@ -68,6 +68,7 @@ def command(*arguments: str, jobs: int = 2) -> list[str]:
     ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_process_that_ends_fails_the_run_at_once_and_names_the_test(tmp_path, fault):
     """While another one has minutes to go."""

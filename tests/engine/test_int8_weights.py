@@ -11,7 +11,7 @@ from tests.engine.generating import BUDGET, generate
 from tests.engine.test_vllm_features import random_text
 from tests.random_model import write_llama
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 INTERVAL = 8
 POLICIES = "snapkv", "criticalkv", "h2o", "keepkv"

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from tests import preloaded
 from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
@@ -20,8 +21,8 @@ llm = LLM(**arguments)
 outputs = llm.generate(
     [{"prompt_token_ids": p} for p in prompts],
     SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0), use_tqdm=False)
-results = [(list(one.token_ids), one.cumulative_logprob) for one in (o.outputs[0] for o in outputs)]
-print("RESULTS", json.dumps(results))
+print("LOGPROBS", json.dumps([o.outputs[0].cumulative_logprob for o in outputs]))
+print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 """
 MAX_TOKENS = 24
 
@@ -43,7 +44,8 @@ def stock() -> list[tuple[list[int], float]]:
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [(tokens, logprob) for tokens, logprob in json.loads(done.stdout.split("RESULTS", 1)[1])]
+    logprobs, tokens = (json.loads(part) for part in done.stdout.split("LOGPROBS", 1)[1].split("TOKENS"))
+    return list(zip(tokens, logprobs, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,6 @@ def stock_tokens(stock) -> list[list[int]]:
 
 
 def greedy(**extra):
-    from vllm import SamplingParams
-
     return SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, **extra)
 
 
@@ -109,3 +109,12 @@ def test_rows_with_different_policies_and_none_share_a_batch(engine, stock_token
     together = engine.tokens(prompts, params)
     assert [t for i, t in enumerate(together) if i % 2 == 0] == stock_tokens[::2]
     engine.assert_empty()
+
+
+def test_a_seed_outlasts_a_prompt_of_several_steps(engine):
+    """vLLM winds a request's generator back after each chunk but the last, which CPU generators refuse."""
+    prompts = [random_prompt(np.random.default_rng(length), length) for length in (2300, 60)]
+    some = SamplingParams(temperature=1.0, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
+    beside = engine.tokens(prompts, some)
+    assert beside == [engine.tokens([prompt], some)[0] for prompt in prompts]
+    assert beside != engine.tokens(prompts, greedy())

@@ -58,6 +58,7 @@ def poisoned():
         llm.llm_engine.engine_core.shutdown()
 
 
+@pytest.mark.slow
 def test_free_blocks_are_nan(poisoned):
     assert poisoned.llm.reset_prefix_cache()
     run_stress(poisoned, 10)
@@ -135,6 +136,7 @@ def test_no_head_gets_places_that_it_has_no_entries_for(poisoned):
     assert all(isfinite(one.logprob) for position in answer.logprobs for one in position.values())
 
 
+@pytest.mark.slow
 def test_no_front_reads_what_another_left(poisoned, monkeypatch):
     # A pool in which blocks run out however fast this machine compresses.
     check_sharing(poisoned, 40, monkeypatch, num_blocks=90)

@@ -84,6 +84,7 @@ def still_there(processes: list[psutil.Process], timeout: float) -> list[psutil.
     return [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_processes_end_with_their_parent(tmp_path, method):
     """Two of them: what is forked later holds what an earlier one watches."""
@@ -92,6 +93,7 @@ def test_processes_end_with_their_parent(tmp_path, method):
         assert still_there(children, 60) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_an_engine_core_forks_ends_with_it(tmp_path):
     """What it was forked from has been watching before it."""
     code = PARENT.replace(
@@ -110,6 +112,7 @@ def test_a_process_that_an_engine_core_forks_ends_with_it(tmp_path):
         assert still_there(children, 60) == []
 
 
+@pytest.mark.slow
 def test_a_process_of_the_users_own_goes_on(tmp_path):
     with killed(tmp_path, PARENT, "spawn", "Process-1", "EngineCore") as (own, engine):
         assert still_there([engine], 60) == []

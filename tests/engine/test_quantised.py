@@ -15,7 +15,7 @@ from tests.vllm_library import needs_avx512
 from vllm_kvmerge import demo
 from vllm_kvmerge.policies import PRESETS
 
-pytestmark = needs_avx512
+pytestmark = [needs_avx512, pytest.mark.slow]
 
 NUM_BLOCKS = 150
 LENGTHS = (5, 130, 600)

@@ -22,6 +22,7 @@ def test_recall_on_fresh_prompts(engine):
     assert scores["local"].exact < 0.6  # it has forgotten two facts in three
 
 
+@pytest.mark.slow
 def test_a_question_that_comes_after_the_compression(engine):
     """Leverage keeps facts that nobody has asked for yet; what the filler at the end attends to is something else.
 

@@ -142,6 +142,7 @@ def is_listed(wanted: str, lines: list[str]) -> bool:
     return any(re.match(rf"{re.escape(name)}($|[.:( ])", line) for line in lines)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("reliances", [imported, overridden, inherited, of_parameters, abstract])
 def test_the_list_is_complete(reliances: Callable[[Sources], Iterator[str]], sources: Sources) -> None:
     wanted = list(dict.fromkeys(reliances(sources)))
@@ -150,6 +151,7 @@ def test_the_list_is_complete(reliances: Callable[[Sources], Iterator[str]], sou
     assert not missing, f"add to {reliance.LIST.relative_to(PACKAGE.parent)}:\n" + "\n".join(missing)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("reliances", "line"),
     [
@@ -190,6 +192,7 @@ def overlaid(folder: Path, path: str, *changes: tuple[str, str]) -> None:
 SCHEDULER, POOL = "vllm/v1/core/sched/scheduler.py", "vllm/v1/core/block_pool.py"
 
 
+@pytest.mark.slow
 def test_what_a_release_changes_is_named(tmp_path: Path) -> None:
     renamed = r"(def _free_request\(\s*self,\s*)request: Request", r"\1one: Request"
     overlaid(tmp_path, SCHEDULER, ("_reserve_prefill_lookahead", "_reserve"), renamed)
@@ -215,6 +218,7 @@ def test_what_a_release_changes_is_named(tmp_path: Path) -> None:
     assert reliance.summary(faults) == f"{'; '.join(faults[:3])}; 6 more (vllm-kvmerge doctor)"
 
 
+@pytest.mark.slow
 def test_changes_that_do_no_harm(tmp_path: Path) -> None:
     optional = r"(def get_new_blocks\(self, num_blocks: int)", r"\1, owner: int = 0"
     overlaid(tmp_path, POOL, optional, ("class BlockPool:", "class Pool:"), (r"\Z", "\nclass BlockPool(Pool): ...\n"))
@@ -248,6 +252,7 @@ def test_signatures(function: str, wanted: str, has: bool) -> None:
     assert Signature.of(definition.args).has(Signature.parse(wanted)) is has
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("version", "refused"), [("0.32.0", False), ("0.33.0", False), ("0.33.1", True), ("0.34.0", True), ("dev", True)]
 )

@@ -1,5 +1,8 @@
 """Compressed contexts in the prefix cache: requests that begin with one, and what becomes of it."""
 
+import zlib
+from functools import cache
+
 import numpy as np
 import pytest
 from vllm import SamplingParams
@@ -54,23 +57,26 @@ CASES = {policy: (policy, {}) for policy in sorted(PRESETS)} | FIELDS
 
 @pytest.fixture(scope="module")
 def asked(engine):
-    """By case: the context and two questions, and what lone requests answer that share nothing."""
-    rng = np.random.default_rng(61)
-    found = {}
-    for name, (policy, fields) in CASES.items():
+    """Of a case: the context and two questions, and what lone requests answer that share nothing."""
+
+    @cache
+    def ask(name):
+        policy, fields = CASES[name]
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
         context = random_prompt(rng, CONTEXT)
         prompts = [context + random_prompt(rng, QUESTION)[1:] for _ in range(2)] + [context]
         assert engine.llm.reset_prefix_cache()
-        found[name] = prompts, answers(engine.generate(prompts[:2], params(policy, **fields)))
-        found[name][1].extend(answers(engine.generate([context], params(policy, context=None, **fields))))
-    return found
+        answered = answers(engine.generate(prompts[:2], params(policy, **fields)))
+        return prompts, answered + answers(engine.generate([context], params(policy, context=None, **fields)))
+
+    return ask
 
 
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("case", CASES)
 def test_a_request_goes_on_from_the_front_of_another(engine, fronts, asked, case):
     """After the same context, and if the context is all there is: the front then says what comes next."""
-    (policy, fields), (prompts, expected) = CASES[case], asked[case]
+    (policy, fields), (prompts, expected) = CASES[case], asked(case)
     first = engine.generate(prompts[:1], params(policy, **fields))
     assert answers(first) == expected[:1] and len(fronts) == 1
     hits, computed = CONTEXT_HITS.labels(policy, 0)._value.get(), CONTEXT_HIT_TOKENS.labels(policy, 0)._value.get()

@@ -27,7 +27,7 @@ def found(engine: Engine) -> dict[str, list[list[int]]]:
     return found
 
 
-@pytest.mark.thin(20)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", settings())
 def test_answers_are_those_without(found: dict[str, list[list[int]]], name: str) -> None:
     for tokens, expected in zip(found[name], EXPECTED[name], strict=True):

@@ -19,7 +19,7 @@ from tests.random_model import write_llama
 from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE, MAX_TOKENS, BUDGET, INTERVAL = 32, 40, 64, 8
 PROGRAM = "from tests.engine import test_vllm_features; test_vllm_features.answer_on_stock_vllm()"
@@ -189,7 +189,6 @@ def stock(folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.split("FOUND", 1)[1])
 
 
-@pytest.mark.slow
 def test_plain_requests_equal_stock_vllm(engine, stock):
     found = ask_json(engine.llm, list(OPTIONS))
     for name, expected in stock["options"].items():
@@ -209,7 +208,6 @@ def test_a_budget_that_is_never_exceeded_changes_nothing(engine, stock, policy):
     engine.assert_empty()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv"])
 def test_compressed_requests_with_every_option(engine, stock, policy):
     """In one batch as alone, within the budget, and as the option demands."""
@@ -239,7 +237,6 @@ def test_compressed_requests_with_every_option(engine, stock, policy):
     engine.assert_empty()
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv"])
 def test_each_sample_is_what_its_seed_gives_alone(engine, policy, shared):
@@ -262,7 +259,6 @@ def test_each_sample_is_what_its_seed_gives_alone(engine, policy, shared):
     engine.assert_empty()
 
 
-@pytest.mark.slow
 def test_beam_search_is_never_compressed(engine, stock, monkeypatch):
     """Each of its steps generates one token, which is there before its cache is compressed: with a default too."""
     assert search_beams(engine.llm) == stock["beams"]

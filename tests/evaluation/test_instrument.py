@@ -26,6 +26,8 @@ from vllm_kvmerge.evaluation.replay import Schedule, TracedSequence, full_output
 from vllm_kvmerge.evaluation.trace import text_documents, trace
 from vllm_kvmerge.request.parameters import parse_compression
 
+pytestmark = pytest.mark.slow
+
 PROMPT, QUERIES, INTERVAL = 300, 40, 16
 SCHEDULE = Schedule(PROMPT, QUERIES, INTERVAL, torch.float32)
 LAYERS = list(range(NUM_LAYERS))

@@ -321,6 +321,7 @@ def vllm_ops():
     return vllm_ops
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_vllm_loads_the_library_that_is_asked_for(vllm_ops, request):
     """This process, and one that it starts."""
@@ -334,6 +335,7 @@ def test_vllm_loads_the_library_that_is_asked_for(vllm_ops, request):
     assert done.stdout.splitlines()[-1] == f"loaded {expected}"
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_library_for_lesser_processors_can_be_chosen(monkeypatch):
     """In a process that takes this processor for one that has everything."""

@@ -81,6 +81,7 @@ def test_plugins_that_fail_are_named_and_the_others_work(with_broken_ones: Path)
     assert not {"no_such_part", "no_scores", "no_such_parameter", "bad_default"} & set(names)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("first", ["", "import vllm_kvmerge.ops; ", "import kvmerge_halving; "])
 def test_a_plugin_may_call_operators_when_it_is_imported(packages: Path, first: str) -> None:
     """In a process that has imported nothing but what serving does: the package is complete before it loads plugins."""
@@ -101,6 +102,7 @@ def test_a_server_may_allow_a_plugins_policy(packages: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_plugin_may_be_imported_first(packages: Path) -> None:
     code = "import kvmerge_oldest; from vllm_kvmerge.policies import PRESETS; print(PRESETS['oldest'].selector)"
     done = run("-c", code, packages=packages, from_scratch=True)

@@ -146,8 +146,9 @@ def contexts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(contexts_dir: Path) -> Iterator[Server]:
-    """The server of most files: the command that users run, each of its processes started from scratch."""
+def server(contexts_dir: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The server of most files: the command that users run, each of its processes started from scratch but in the fast
+    layer, where README's own command is."""
     options = "--enable-prompt-tokens-details", "--kvmerge-contexts", str(contexts_dir)
-    with serving(*options, from_scratch=True) as ready:
+    with serving(*options, from_scratch=request.config.getoption("all")) as ready:
         yield ready

@@ -20,6 +20,8 @@ from tests.processes import end_with_tests
 from tests.server.conftest import free_port
 from tests.server.test_server import long_prompt
 
+pytestmark = pytest.mark.slow
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/vllm-kvmerge.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -110,7 +112,6 @@ def filled_in(query: str) -> str:
     return filled
 
 
-@pytest.mark.slow
 @needs_prometheus
 def test_the_adapters_queries_give_what_autoscaling_asks_for(prometheus):
     """Filled in as prometheus-adapter does for the pods of a namespace; the adapter itself does not run."""

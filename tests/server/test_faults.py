@@ -63,6 +63,7 @@ def test_each_part_that_fails_on_two_workers_ends_its_request_alone(parallel: Se
     wait_until(lambda: parallel.metric("vllm:kvmerge_live_bytes") == 0)
 
 
+@pytest.mark.slow
 def test_a_metrics_folder_that_is_deleted_ends_nothing(parallel: Server) -> None:
     (folder,) = Path(tempfile.gettempdir()).glob(f"{METRICS_PREFIX}{parallel.process.pid}-*")
     before = parallel.metric("vllm:generation_tokens_total")

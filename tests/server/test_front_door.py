@@ -108,6 +108,7 @@ def test_every_route_asks_for_the_key(guarded: Server, client: httpx.Client, rou
     assert httpx.options(guarded.url + "/invocations").status_code == 405
 
 
+@pytest.mark.slow
 def test_the_documented_request_over_tls(guarded: Server, certificate: Path) -> None:
     (script,) = (text for text in blocks(OPERATIONS, "sh") if text.startswith("openssl req"))
     *_, request = commands(script)
@@ -183,6 +184,7 @@ def peak_memory(server: Server) -> int:
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(
     ("path", "status"),
     [("/v1/completions", 413), ("/invocations", 413), ("/tokenize", 413), ("/unknown", 404), ("/ping", 200),
@@ -313,6 +315,7 @@ def test_who_comes_late_is_sent_away(stopped: SimpleNamespace) -> None:
     assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")
 
 
+@pytest.mark.slow
 def test_who_brings_no_key_is_sent_away(stopped: SimpleNamespace) -> None:
     assert stopped.without_key.status_code == 401
     assert len(stopped.without_key.headers["x-request-id"]) == 32

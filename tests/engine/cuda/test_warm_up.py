@@ -12,6 +12,8 @@ import pytest
 import torch
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)

@@ -148,6 +148,7 @@ def coarse(worker: Worker) -> Worker:
     return worker
 
 
+@pytest.mark.thin(26)
 @pytest.mark.parametrize(
     "lengths, budgets",
     [((150, 150, 190, 230), (50, 37, 63, 50)), ((150,) * 4, (100, 127, 65, 66)), ((151, 170, 190, 230), (50,) * 4)],
@@ -302,6 +303,7 @@ def test_an_allocator_of_another_package_is_asked_for_each_request():
         assert not together.failures and torch.equal(together.counts, torch.stack(alone))
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("num_parts", [3, 1000])
 @pytest.mark.parametrize("policy", PRESETS)
 def test_in_parts_by_turns(policy, num_parts):

@@ -26,6 +26,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("turned", "is_neox"), [(SIZE, True), (SIZE, False), (SIZE // 2, True)])
 @pytest.mark.parametrize("fields", POLICIES, ids=lambda fields: "-".join(map(str, fields.values())))
 def test_keys_and_queries_are_turned_to_their_places(fields, turned, is_neox):

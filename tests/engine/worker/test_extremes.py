@@ -162,6 +162,7 @@ TOLERANCE = 1e-4
 EVERY_TOKEN = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("interval", [256, pytest.param(1, marks=EVERY_TOKEN)])
 @pytest.mark.parametrize(
     ("policy", "fields"),
