@@ -9,6 +9,8 @@ from tests.engine.generating import BUDGET, MAX_TOKENS, generate
 from tests.presets import SMALL
 from vllm_kvmerge.policies import PRESETS
 
+pytestmark = pytest.mark.slow
+
 REFUSED = {"grkv": "merger", "expected_attention": "selector", "compactor": "selector"}
 
 

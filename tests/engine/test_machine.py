@@ -27,7 +27,7 @@ NUM_STEPS = 50
 """Rules of an example."""
 SEED = 1
 EXAMPLES = 120
-FAST = 40
+FAST = 60
 """Examples in the fast layer."""
 FEW = 4
 FOUND_BY = {

@@ -14,6 +14,8 @@ from tests.ops.conftest import CacheMaker, batch_of
 from tests.ops.test_operators import SUM, TOLERANCE, dense_attention, relative_error
 from vllm_kvmerge.ops import Rows, SequenceLayers, cell_bytes, cpu, reference
 
+pytestmark = pytest.mark.slow
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NATIVE = cpu.levels() if cpu.LIBRARY.exists() else []
 OPERATORS = ["triton"] if INTERPRETED else ["plain-torch", *NATIVE, "cuda"]
