@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.engine.generating import BUDGET, MAX_TOKENS, generate

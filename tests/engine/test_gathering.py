@@ -110,8 +110,8 @@ def test_tokens_are_sampled_before_compactions(engine: Engine, monkeypatch) -> N
 
         monkeypatch.setattr(owner, name, call)
 
-    noted(engine.runner, "_sample")
-    noted(engine.compression, "run_plans")
+    noted(type(engine.runner), "_sample")
+    noted(type(engine.compression), "run_plans")
     extra = compression("h2o", budget=64, interval=4)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, extra_args=extra)
     engine.tokens([random_prompt(np.random.default_rng(4), 100)], params)
