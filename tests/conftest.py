@@ -24,6 +24,9 @@ THIN_ON_GPU = 7
 THIN = 4
 """Of the tests of all operators, one of how many cases of each runs in the fast layer."""
 
+INNER_CASES = 4
+"""Of any test, about how many cases run in the inner loop."""
+
 SHARE_OF_EXAMPLES = 4
 """Of a property's examples, one of how many is tried in the fast layer."""
 
@@ -187,19 +190,23 @@ def pytest_collection_modifyitems(config, items):
 
 def _thin(config, items):
     """Leaves one of some cases of each test that runs many."""
-    thin, seen = config.getoption("--thin", default=None), defaultdict(int)
-    kept, dropped = [], []
+    asked, is_inner_loop = config.getoption("--thin", default=None), config.getoption("markexpr") == INNER_LOOP
+    cases, kept, dropped = defaultdict(list), [], []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         on_gpu = next((p for p in (params.get("operators"), params.get("strict")) if str(p).endswith("gpu")), None)
-        marked, step = item.get_closest_marker("thin"), 1
+        cases[item.nodeid.partition("[")[0], on_gpu].append(item)
+    for (_, on_gpu), alike in cases.items():
+        marked, step = alike[0].get_closest_marker("thin"), 1
         if marked and is_fast(config):
             (step,) = marked.args
-        elif "operators" in item.fixturenames or on_gpu:
+        elif "operators" in alike[0].fixturenames or on_gpu:
             is_compiled = on_gpu in ("triton-gpu", "reference-gpu")
-            step = thin or (THIN_ON_GPU if is_compiled else THIN if is_fast(config) else 1)
-        group = item.nodeid.partition("[")[0], on_gpu
-        (dropped if seen[group] % step else kept).append(item)
-        seen[group] += 1
-    items[:] = kept
+            step = asked or (THIN_ON_GPU if is_compiled else THIN if is_fast(config) else 1)
+        if is_inner_loop:
+            step = max(step, len(alike) // INNER_CASES)
+        for index, item in enumerate(alike):
+            (dropped if index % step else kept).append(item)
+    chosen = set(kept)
+    items[:] = [item for item in items if item in chosen]
     config.hook.pytest_deselected(items=dropped)

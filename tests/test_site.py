@@ -9,6 +9,8 @@ import pytest
 
 from tests.reference import FOLDER, PAGES
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).parents[1]
 
 

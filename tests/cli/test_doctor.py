@@ -12,6 +12,8 @@ from vllm_kvmerge.engine import support
 from vllm_kvmerge.engine.reliance import installed, listed
 from vllm_kvmerge.ops import cpu, dispatch
 
+pytestmark = pytest.mark.engine
+
 
 def report(capsys, *argv: str) -> tuple[int, dict]:
     status = main(["doctor", "--json", *argv])

@@ -232,6 +232,7 @@ def test_node_without_a_server_has_metrics(
     assert f"cannot listen on 127.0.0.1:{port}" in refusal(capsys, *node)
 
 
+@pytest.mark.engine
 def test_vllm_that_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_kvmerge.engine.support._vllm_version", lambda: "0.31.0")
     assert "vllm 0.31.0 is not supported" in refusal(capsys, "serve", "demo")

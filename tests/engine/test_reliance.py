@@ -12,6 +12,8 @@ import vllm_kvmerge
 from vllm_kvmerge.engine import reliance, support
 from vllm_kvmerge.engine.reliance import Class, Definition, Module, Signature, Sources
 
+pytestmark = pytest.mark.engine
+
 PACKAGE = Path(vllm_kvmerge.__file__).parent
 VLLM = Path(find_spec("vllm").origin).parent
 MODULE = re.compile(r"vllm(\.\w+)+(:\w+)?")

@@ -551,6 +551,7 @@ def test_installed_vllm_is_supported() -> None:
     check_vllm_version()
 
 
+@pytest.mark.engine
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("version", ["0.31.3", "0.34.0", "1.32.0", "dev"])
 def test_other_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,6 +560,7 @@ def test_other_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) ->
         check_vllm_version()
 
 
+@pytest.mark.engine
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("version", ["0.32.1.dev4+g123", "0.32.0+cpu", "0.33.0", "0.33.1"])
 def test_builds_of_the_supported_vllm_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:

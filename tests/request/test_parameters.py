@@ -482,6 +482,7 @@ def test_absurdly_nested_values_are_refused(as_text):
         parse_compression(text if as_text else value)
 
 
+@pytest.mark.engine
 def test_what_is_kept_of_parsed_requests_does_not_grow_for_long():
     """Requests of 1,500 kinds: the newest are kept, some 2 MiB of them; and the models that check fields."""
     tracemalloc.start()

@@ -162,7 +162,7 @@ TOLERANCE = 1e-4
 EVERY_TOKEN = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [256, pytest.param(1, marks=EVERY_TOKEN)])
 @pytest.mark.parametrize(
     ("policy", "fields"),
@@ -185,6 +185,7 @@ def test_votes_after_50_000_merges(policy: str, fields: dict[str, Any], interval
             assert (votes / request.num_tokens - 1).abs().max() < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["weightedkv", "d2o", "kvmerger"])
 def test_means_of_50_000_values_stay_between_them(policy: str) -> None:
     """Each merge is a convex combination, whose rounding must not add up; an entry keeps its own vote."""
@@ -201,6 +202,7 @@ def test_means_of_50_000_values_stay_between_them(policy: str) -> None:
         assert values.min() > -1e-5 and values.max() < 1 + 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cam", "grkv"])
 def test_values_after_50_000_merges_are_no_larger_than_after_5_000(policy: str) -> None:
     """What is spread over entries, or fitted to them, finds a balance with what leaves them. Votes stay 1."""
