@@ -119,7 +119,7 @@ test: setup
 	$(PYTEST) $(PARALLEL) --durations 10 $(ARGS)
 
 OTHERS := $(filter-out $(FOLDERS:%=tests/%) tests/gpu tests/data,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
-$(FOLDERS:%=test-%): test-%: setup
+test-engine test-server test-ops test-policies test-others: test-%: setup
 	$(PYTEST) $(PARALLEL) --durations 10 $(if $(filter others,$*),$(OTHERS),tests/$*) $(ARGS)
 
 test-deaths test-soak: test-%: setup

@@ -24,7 +24,7 @@ HEADER = """# Support matrix
 
 Models of every architecture below were made from Transformers' configurations with random weights, a few small layers
 each, and run on the CPU, in float32 unless the model's name says otherwise, by stock vLLM and by the plugin. `python -m
-tests.models.matrix` writes this page; `make test` checks some of its rows, other ones every day.
+tests.models.matrix` writes this page; `make test-all` checks its rows.
 
 - **plain**: requests without a policy give the tokens of stock vLLM.
 - **policies**: each generates 64 tokens after a prompt of 300, and its live entries, counted in the cache, stay within
