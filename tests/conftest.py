@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import hypothesis
 import pytest
 from execnet.gateway_base import ThreadExecModel
+from prometheus_client import values
 
 from tests import examples, preloaded, vllm_library
 from vllm_kvmerge.ops import cpu
@@ -90,6 +91,8 @@ def pytest_configure(config):
             raise pytest.UsageError(str(error)) from None
         config.add_cleanup(folder.cleanup)
     preloaded.initial = dict(os.environ)
+    # In a process with vLLM imported already, the first value would decide: by a folder that is one test's alone.
+    values.ValueClass = values.MutexValue
 
 
 def pytest_report_header(config):

@@ -51,6 +51,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[http.serv
 
 def test_a_server_is_found(server, monkeypatch, capsys):
     assert main(["health"]) == 0
+    assert capsys.readouterr().out == f"healthy: 127.0.0.1:{server.server_port}\n"
     monkeypatch.setattr(Health, "status", 503)
     assert main(["health"]) == 1
     assert f"no answer from 127.0.0.1:{server.server_port}" in capsys.readouterr().err

@@ -369,3 +369,26 @@ def test_metrics_folder_goes_with_the_process(tmp_path: Path) -> None:
     )
     assert Path(done.stdout.strip()).parent == tmp_path
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "num_workers", "share"),
+    [
+        ([(10, 20)], 1, 0.45),
+        ([(10, 20)], 2, 0.22),
+        ([(20, 20), (10, 20)], 2, 0.45),  # a worker each
+        ([(20, 20)], 1, 0.9),
+    ],
+)
+def test_workers_take_what_is_free(free: list[tuple[int, int]], num_workers: int, share: float) -> None:
+    assert serve.fitting_share(free, num_workers) == share
+
+
+def test_a_server_that_is_told_nothing_takes_what_is_free(
+    started: list[argparse.Namespace], model: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(serve, "fitting_share", lambda free, num_workers: 0.3)
+    for options in ([], ["--gpu-memory-utilization", "0.5"], ["--kv-cache-memory-bytes", "1G"]):
+        assert main(["serve", model, "--port", port, *options]) == 0
+    assert [args.gpu_memory_utilization for args in started] == [0.3, 0.5, 0.92]

@@ -132,7 +132,7 @@ def test_json_text_is_parsed():
     ("value", "param", "reason", "said"),
     [
         ({"policy": "h3o"}, "policy", "unknown_policy", ["'h3o'", "h2o", "keepkv", "full"]),
-        ({}, "policy", "unknown_policy", ["None", "keepkv"]),
+        ({}, "policy", "unknown_policy", ["no policy and no budget", "keepkv"]),
         ({"policy": ["h2o"]}, "policy", "unknown_policy", ["['h2o']", "h2o"]),
         ({"policy": "h2o", "bugdet": 5}, "bugdet", "unknown_field", ["h2o", "budget", "recent_window"]),
         ({"policy": "h2o", "zip_mode": "auto"}, "zip_mode", "unknown_field", ["decay"]),

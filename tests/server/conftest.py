@@ -150,5 +150,6 @@ def server(contexts_dir: Path, request: pytest.FixtureRequest) -> Iterator[Serve
     """The server of most files: the command that users run, each of its processes started from scratch but in the fast
     layer, where README's own command is."""
     options = "--enable-prompt-tokens-details", "--kvmerge-contexts", str(contexts_dir)
-    with serving(*options, from_scratch=request.config.getoption("all")) as ready:
+    is_whole, variables = request.config.getoption("all"), {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    with serving(*options, from_scratch=is_whole, **variables) as ready:
         yield ready

@@ -169,7 +169,7 @@ def test_rules_give_values_and_alerts_are_sound(prometheus):
     for name in recorded:
         assert prometheus.series(name), name
     alerts = {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
-    assert len(alerts) == 6
+    assert len(alerts) == 7
     assert alerts["KVMergeServerDown"] == "inactive"
 
 

@@ -6,7 +6,7 @@ Also ``test_limits`` and ``test_nodes``, whose last tests kill a worker, an engi
 
 import pytest
 
-from tests.server.conftest import serving
+from tests.server.conftest import free_port, running, serving
 from tests.server.deaths import ask_for_long, kill
 
 pytestmark = pytest.mark.engine
@@ -38,3 +38,12 @@ def test_the_engine_of_a_server_is_killed(is_busy):
         kill(server, "EngineCore")
         if asker:
             asker.check_told()
+
+
+def test_a_server_that_cannot_start_says_why_at_the_end():
+    """What its worker says, and what to do."""
+    with running("--port", str(free_port()), "--kv-cache-memory-bytes", str(1 << 50)) as (process, log, reader):
+        assert process.wait(200) == 1
+        reader.join()
+    last = [line for line in log if line.startswith("vllm-kvmerge: ")][-1]
+    assert "the server stopped: Available memory on node" in last and "Decrease --kv-cache-memory-bytes" in last

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import Server, wait_until
 from vllm_kvmerge.request.parameters import parse_compression
 from vllm_kvmerge.request.proof import CompressionProof
 
@@ -123,6 +123,16 @@ def test_a_context_that_was_found_compressed(server):
     assert second.entries == first.entries and second.notes == []
 
 
+def test_what_follows_a_context_is_compressed_if_asked_for_and_said(server):
+    for decode, num_notes in (("bounded", 1), ("grow", 0)):
+        field = {"policy": "keydiff", "budget": 64, "interval": 8, "context_tokens": 256, "decode": decode}
+        notes = proof(server, field, max_tokens=40).notes
+        assert len(notes) == num_notes and all("what follows the context" in note for note in notes)
+    # With no policy named, the question is kept whole.
+    told = proof(server, {"budget": 64, "interval": 8, "context_tokens": 256}, max_tokens=40)
+    assert told.parameters["decode"] == "grow" and told.notes == []
+
+
 def test_a_turn_that_was_found(server):
     field = {"policy": "local", "budget": 48, "reuse": "turns"}
     body = {"cache_salt": "turn", "max_tokens": 4, "kv_compression": field, "return_token_ids": True}
@@ -167,6 +177,21 @@ def test_each_route_that_generates(server):
     assert did(server.post("/v1/messages", chat).json()["usage"])
     deltas = [event for event in events(server.post("/v1/messages", chat | {"stream": True})) if "usage" in event]
     assert did(deltas[-1]["usage"])
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_stored_response_has_its_report_when_it_is_read_back(server, is_background, is_streamed):
+    words = " ".join(f"stored{number}" for number in range(80))
+    body = {"model": "demo", "input": words, "max_output_tokens": 4, "kv_compression": LOCAL, "store": True}
+    answer = server.post("/v1/responses", body | {"background": is_background, "stream": is_streamed})
+    told = events(answer)[0]["response"] if is_streamed else answer.json()
+    url = f"{server.url}/v1/responses/{told['id']}"
+    wait_until(lambda: httpx.get(url).json()["status"] == "incomplete")  # four tokens are not a whole answer
+    assert did(httpx.get(url).json()["usage"]) and did(httpx.get(url).json()["usage"])
+    if is_streamed and is_background:  # from its first event on, again
+        again = events(httpx.get(url, params={"stream": True}))
+        assert again[0]["response"]["id"] == told["id"] and did(again[-1]["response"]["usage"])
 
 
 def test_other_answers_stay_as_they_are(server):

@@ -18,12 +18,14 @@ DEFAULT_HOST = "127.0.0.1"
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0 if there is a server, and all of them are healthy; 1 otherwise, with a line on stderr."""
+    """Prints which servers are healthy. Returns 0 if there is one, and all are; 1 otherwise, with a line on stderr."""
     parser = CommandParser(prog="vllm-kvmerge health")
     parser.add_argument("--timeout", type=float, default=4, help="seconds that a server has to answer; 4 by default")
     timeout = parser.parse_args(argv).timeout
     found = _servers()
     ill = [f"{host}:{port}" for host, port, is_tls in found if not is_healthy(host, port, is_tls, timeout)]
+    if well := [address for host, port, _ in found if (address := f"{host}:{port}") not in ill]:
+        print(f"healthy: {', '.join(well)}")
     if ill or not found:
         print("vllm-kvmerge health:", f"no answer from {', '.join(ill)}" if ill else "no server", file=sys.stderr)
     return int(bool(ill) or not found)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -40,18 +41,23 @@ def run(argv: list[str]) -> int:
         health.announce(args.host, metrics_port, is_tls=False)  # answers any path
     elif not args.uds:
         health.announce(args.host, args.port, is_tls=_speaks_tls(args))
+    _fit_memory(args)
     args.middleware = [*args.middleware, REQUEST_ID_MIDDLEWARE]
     threading.Thread(target=_announce, args=(args,), daemon=True).start()
     from vllm.entrypoints.cli import serve as vllm_serve
 
     from vllm_kvmerge.engine import compat
+    from vllm_kvmerge.engine.processes import first_error
 
     compat.install_server()
     try:
         vllm_serve.ServeSubcommand.cmd(args)
     except Exception as error:
         # The engine's processes have logged their traceback by now.
-        print("vllm-kvmerge: the server stopped:", one_line(error), file=sys.stderr)
+        reason = one_line(error)
+        if "initialization failed" in reason:
+            reason = first_error() or reason
+        print("vllm-kvmerge: the server stopped:", reason, file=sys.stderr)
         return 1
     return 0
 
@@ -74,6 +80,36 @@ def _bind_threads(args: argparse.Namespace) -> None:
     if binding is not None:
         logger.info("%s=%s", THREAD_BINDING, binding)
         os.environ[THREAD_BINDING] = binding
+
+
+def _fit_memory(args: argparse.Namespace) -> None:
+    """On CPU, lowers the share of the memory that vLLM takes unless told, 0.92, to what is free: it would not start."""
+    from vllm.config import CacheConfig
+    from vllm.platforms import current_platform
+    from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
+
+    default = CacheConfig.gpu_memory_utilization
+    is_told = args.kv_cache_memory_bytes or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if not current_platform.is_cpu() or is_told or args.gpu_memory_utilization != default:
+        return
+    nodes = [get_memory_node_info(node) for node in get_visible_memory_node()]
+    engines = args.data_parallel_size_local or args.data_parallel_size
+    free = [(node.available_memory, node.total_memory) for node in nodes]
+    share = fitting_share(free, engines * args.tensor_parallel_size)
+    if share < default:
+        args.gpu_memory_utilization = share
+        logger.info(
+            "--gpu-memory-utilization %.2f: of the memory, what is free. --kv-cache-memory-bytes sets a pool", share
+        )
+
+
+def fitting_share(free: list[tuple[int, int]], num_workers: int) -> float:
+    """Share of a memory node that each worker may take: nine tenths of what is free, divided by those of one node.
+
+    free: bytes that are free, and all, of each node.
+    """
+    least = min(available / total for available, total in free)
+    return math.floor(90 * least / -(-num_workers // len(free))) / 100
 
 
 def thread_binding(num_workers: int, num_nodes: int, cores: list[int]) -> str | None:

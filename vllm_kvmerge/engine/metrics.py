@@ -6,6 +6,7 @@ rank, as in vLLM's own metrics.
 """
 
 import time
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +92,14 @@ _CONTEXTS = [
 ]
 
 
-def count_request(policy: str, engine: int) -> None:
+def count_request(policy: str, engine: int, parts: Iterable[str] = ()) -> None:
+    """parts: of the policy, as ``PartError.part`` names them. What counts their failures begins at 0 with the first
+    request, so that ``increase`` sees the first one."""
     REQUESTS.labels(policy, engine).inc()
+    for part in parts:
+        _failures(policy, part, engine)
+    if parts:
+        _of(RELIEFS, policy, engine)
 
 
 def count_rejection(reason: str) -> None:
@@ -133,6 +140,11 @@ def count_context(policy: str, engine: int, num_tokens: int) -> None:
 def _of(metric: Any, policy: str, engine: int) -> Any:
     """That of a policy, for metrics that steps add to: finding it takes longer than adding."""
     return metric.labels(policy, engine)
+
+
+@cache
+def _failures(policy: str, part: str, engine: int) -> Any:
+    return FAILED.labels(policy, part, engine)
 
 
 def count_generated(policy: str, engine: int, num_tokens: int) -> None:

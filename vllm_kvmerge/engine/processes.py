@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 
@@ -16,6 +17,8 @@ NAMES = ("EngineCore", "VllmWorker", "ApiServer", "VLLM_DP_Coordinator")
 
 METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 METRICS_PREFIX = "vllm-kvmerge-metrics-"
+FIRST_ERROR = "first-error.txt"
+"""In the folder of the metrics, which a server's processes share."""
 POLL_SECONDS = 2.0
 
 _watching: int | None = None
@@ -33,6 +36,7 @@ def end_with_parent() -> None:
     if parent is None or not multiprocessing.current_process().name.startswith(NAMES) or _watching == os.getpid():
         return
     _watching = os.getpid()
+    logging.getLogger("vllm").addHandler(_FirstError())
     threading.Thread(target=_end_after, args=(parent.sentinel, parent.pid), name="end-with-parent", daemon=True).start()
 
 
@@ -48,6 +52,25 @@ def _end_after(sentinel: int, pid: int | None) -> None:
     # An orderly shutdown would serve nobody, and the main thread may be busy in an operator. multiprocessing's resource
     # tracker frees shared memory once the last of these processes is gone.
     os._exit(1)
+
+
+class _FirstError(logging.Handler):
+    """Leaves the first exception that any process of a server logs where ``first_error`` finds it: of a process that
+    cannot start, vLLM tells its parent no reason."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        folder, error = os.environ.get(METRICS_DIR), record.exc_info[1] if record.exc_info else None
+        if folder and error is not None:
+            with suppress(OSError), open(Path(folder, FIRST_ERROR), "x") as file:
+                file.write(" ".join(str(error).split()) or type(error).__name__)
+
+
+def first_error() -> str | None:
+    """What the process logged that was the first to log an exception; None: none did."""
+    try:
+        return Path(os.environ.get(METRICS_DIR, ""), FIRST_ERROR).read_text() or None
+    except OSError:
+        return None
 
 
 def make_metrics_folder() -> str:

@@ -84,7 +84,7 @@ class RequestHistory:
             "merged": self.merged,
             "evicted": self.evicted,
             "reused_tokens": self.reused_tokens,
-            "notes": [note for note in (self._raised(), self._idle()) if note],
+            "notes": [note for note in (self._raised(), self._idle(), self._pressed(), self._bounded()) if note],
         }
 
     def _entries(self) -> dict[str, Any]:
@@ -111,6 +111,19 @@ class RequestHistory:
             f"the budget was raised from {share:g} entries, {self.config.budget:g} of {context} tokens, to "
             f"{self.budget}, the least that the policy keeps"
         )
+
+    def _pressed(self) -> str | None:
+        if self.config is None or not self.config.awaits_pressure or not self.compressions:
+            return None
+        return "the pool of blocks was short, for which the request was to be compressed"
+
+    def _bounded(self) -> str | None:
+        """That a context was marked, and more than it was compressed."""
+        if self.config is None or self.config.context_tokens is None or self.config.decode != "bounded":
+            return None
+        if self.compressions <= (0 if self.reused_tokens else 1):
+            return None
+        return "what follows the context was compressed too, as decode 'bounded' asks for; 'grow' keeps it whole"
 
     def _idle(self) -> str | None:
         """Why nothing was compressed; None: something was."""

@@ -63,7 +63,7 @@ from vllm_kvmerge.engine.sharing import ContextSharing
 from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, SpreadCompression
 from vllm_kvmerge.engine.support import check_config
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
-from vllm_kvmerge.policies.errors import PartError
+from vllm_kvmerge.policies.errors import PartError, label
 from vllm_kvmerge.request.limits import KEPT_SHARE
 from vllm_kvmerge.request.parameters import (
     EXTRA_ARGS_KEY,
@@ -205,7 +205,8 @@ class CompressionSchedulerMixin(Scheduler):
             if asked is not None and config is not None:
                 raise CompressionError(EXTRA_ARGS_KEY, "streamed prompts are not compressed; allowed: full", "streamed")
             config = None
-        count_request(config.name if config else FULL, self._engine)
+        parts = [] if config is None else [label(part) for part in config.policy.parts]
+        count_request(config.name if config else FULL, self._engine, parts)
         return None if config is None else config.for_model(self._model)
 
     def _resolve(self, request: Request, config: CompressionConfig | None) -> RequestCompression | None:

@@ -296,9 +296,9 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     name = data.get("policy")
     if not isinstance(name, str) or name not in (FULL, *PRESETS):
         allowed = ", ".join(sorted((FULL, *PRESETS)))
-        raise CompressionError(
-            f"{EXTRA_ARGS_KEY}.policy", f"unknown policy {_shown(name)}; allowed: {allowed}", "unknown_policy"
-        )
+        is_given = "policy" in data
+        what = f"unknown policy {_shown(name)}" if is_given else "no policy and no budget; give either or both"
+        raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", f"{what}; allowed: {allowed}", "unknown_policy")
     if name == FULL:
         _validated(FullRequest, data, FULL)
         return None

@@ -62,5 +62,7 @@ def case_of(data: Mapping[str, Any]) -> str:
 
 
 def with_policy(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data``, which names no policy, with the best one for its case."""
-    return {**recommendations().best(case_of(data)).parameters, **data}
+    """``data``, which names no policy, with the best one for its case. What follows a context is kept whole."""
+    case = case_of(data)
+    decode = {"decode": "grow"} if case.startswith("unseen") else {}
+    return {**decode, **recommendations().best(case).parameters, **data}

@@ -2,12 +2,14 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm import envs
 
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.metrics import count_rejection
@@ -20,12 +22,19 @@ from vllm_kvmerge.server.contexts import CHECKED_APP, COMPLETIONS_ROUTE, CONTEXT
 from vllm_kvmerge.server.messages import CHAT_ROUTE, UnknownModelError, locate, tokenizer_of
 from vllm_kvmerge.server.outputs import ANSWER, FEED, FEED_ROUTES, Answer, UsageFeed
 
+RESPONSES_ROUTE = "/v1/responses"
+READ_BACK = re.compile(rf"{RESPONSES_ROUTE}/([^/]+)(?:/cancel)?$")
+"""Paths of responses that vLLM has stored (``VLLM_ENABLE_RESPONSES_API_STORE``), and their id."""
+RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[^"]+)"')
+MOST_STORED = 4096
+"""Newest stored responses whose reports are kept."""
+
 CARRIERS: dict[str, tuple[str, ...]] = {
     COMPLETIONS_ROUTE: ("vllm_xargs",),
     "/v1/completions/render": ("vllm_xargs",),
     CHAT_ROUTE: ("vllm_xargs",),
     "/v1/chat/completions/render": ("vllm_xargs",),
-    "/v1/responses": ("vllm_xargs",),
+    RESPONSES_ROUTE: ("vllm_xargs",),
     "/v1/responses/render": ("vllm_xargs",),
     "/v1/messages": ("vllm_xargs",),
     "/v1/messages/render": ("vllm_xargs",),
@@ -64,18 +73,34 @@ class CompressionFieldMiddleware:
     def __init__(self, app: ASGIApp, has_default: bool = False) -> None:
         self.app = app
         self.has_default = has_default
+        self._stored: OrderedDict[str, Answer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (found := READ_BACK.search(scope["path"])) and found[1] in self._stored:
+            await self._read_back(self._stored[found[1]].again(), scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] in BODILESS_METHODS:
             await self.app(scope, receive, send)
             return
         scope[CHECKED_APP] = self
-        exchange = _Exchange(self.app, scope, receive, send, self.has_default)
+        exchange = _Exchange(self.app, scope, receive, send, self.has_default, self._store)
         try:
             await self.app(scope, exchange.receive, exchange.send)
         except Exception:
             if not await exchange.broken_off():
                 raise
+
+    def _store(self, response_id: str, answer: Answer) -> None:
+        self._stored[response_id] = answer
+        if len(self._stored) > MOST_STORED:
+            self._stored.popitem(last=False)
+
+    async def _read_back(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_report(message: Message) -> None:
+            for one in answer.messages(message):
+                await send(one)
+
+        await self.app(scope, receive, send_with_report)
 
 
 class _Exchange:
@@ -88,9 +113,18 @@ class _Exchange:
     prompt after it has sent a stream's status, and would report the error as an event of the stream, or cut it off.
     """
 
-    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, has_default: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        has_default: bool,
+        store: Callable[[str, Answer], None],
+    ) -> None:
         self._app, self._scope, self._receive, self._send = app, scope, receive, send
-        self._has_default = has_default
+        self._has_default, self._store = has_default, store
+        self._is_stored = False  # until its id is known
         self._is_read = self._is_refused = False
         self._feed: UsageFeed | None = None
         self._answer: Answer | None = None
@@ -121,6 +155,7 @@ class _Exchange:
             self._verdict = Verdict()
             VERDICT.set(self._verdict)
             self._answer = Answer()
+            self._is_stored = route == RESPONSES_ROUTE and envs.VLLM_ENABLE_RESPONSES_API_STORE
             ANSWER.set(self._answer)
         return {**message, "body": body}
 
@@ -186,6 +221,9 @@ class _Exchange:
             await self._pass_on(message)
 
     async def _pass_on(self, message: Message) -> None:
+        if self._is_stored and self._answer and (found := RESPONSE_ID.search(bytes(message.get("body", b"")))):
+            self._is_stored = False
+            self._store(found[1].decode(), self._answer)
         if self._feed is not None and message["type"] == "http.response.body":
             message = {**message, "body": self._feed.add_to(bytes(message.get("body", b"")))}
         for one in [message] if self._answer is None else self._answer.messages(message):

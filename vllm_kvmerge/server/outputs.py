@@ -61,9 +61,13 @@ class Answer:
     """One HTTP response, in whose ``usage`` is put what compression did for its sequences: a JSON object's, or that of
     the events of a stream that have one once all sequences have ended."""
 
-    def __init__(self) -> None:
-        self._sources: list[_Source] = []
+    def __init__(self, sources: "list[_Source] | None" = None) -> None:
+        self._sources: list[_Source] = [] if sources is None else sources
         self._start: Message | None = None
+
+    def again(self) -> "Answer":
+        """Another response with what is, or will be, known of the same sequences: one that is read back."""
+        return Answer(self._sources)
 
     def begin(self) -> "_Source":
         """Starts one of the engine's requests: there are several for a list of prompts."""
