@@ -76,6 +76,9 @@ def _about(name: str, catalogue: dict[str, Any]) -> "list[Table]":
     return tables
 
 
+WIDTH_OF_INTERVALS = 110
+"""Columns of a terminal from which the table shows intervals, too."""
+
 CASES = {
     "unseen, uneven": "the question comes later (context_tokens, context_messages)",
     "unseen, even": "the question comes later, heads have even budgets (allocator: uniform)",
@@ -93,22 +96,28 @@ def recommend(as_json: bool) -> int:
     if as_json:
         print(TABLE.read_text(), end="")
         return 0
-    found = recommendations()
+    found, console = recommendations(), Console(markup=False)
+    # In a narrow terminal figures would be broken into pieces.
+    form = "{:.0f} ({:.0f}-{:.0f})" if console.width >= WIDTH_OF_INTERVALS else "{:.0f}"
     tables = []
     for case, rows in found.cases.items():
         best, budgets = found.best(case), [budget for budget in rows[0].score if float(budget) < 1]
         table = table_of(f"{CASES[case].capitalize()}: {best.label}", "policy", "overall", *budgets, "text", "held")
+        table.columns[0].no_wrap = False
+        for column in table.columns[1:]:
+            column.no_wrap = True
         for row in rows:
-            scores = ("{:.0f} ({:.0f}-{:.0f})".format(*(100 * x for x in row.score[budget])) for budget in budgets)
+            scores = (form.format(*(100 * x for x in row.score[budget])) for budget in budgets)
             label = f"{row.label}, with {row.needs}" if row.needs else row.label
             at = str(found.budget)
             table.add_row(label, f"{row.overall:.3f}", *scores, f"{row.text[at]:.2f}", f"{row.held[at]:.2f}")
         tables.append(table)
     tables[-1].caption = (
-        f"Answers that are right on the demo model, %, with 95% interval, {found.samples} prompts of each task. Text: "
+        f"Answers that are right on the demo model, %, with 95% interval where there is room, {found.samples} prompts of "
+        "each task. Text: "
         f"perplexity with the full cache over that with the policy, at {found.budget}. Overall: mean of three tasks "
         f"and text at {found.budget}; the best that every server can run is taken. Held: bytes of the cache, of the "
         "full one's. Measure your own model: docs/leaderboard.md."
     )
-    Console(markup=False).print(*tables, sep="\n")
+    console.print(*tables, sep="\n")
     return 0

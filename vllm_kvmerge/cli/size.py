@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
         raise CommandError(f"how large is the KV cache? say --kv-cache-memory-bytes N, or {CPU_SPACE}=GIB")
     from vllm import AsyncEngineArgs
 
-    from vllm_kvmerge.engine.arguments import plugin_config
+    from vllm_kvmerge.engine.arguments import plugin_config, request_limits
     from vllm_kvmerge.engine.sizing import size
     from vllm_kvmerge.policies.errors import PartError
     from vllm_kvmerge.request.parameters import parse_compression
@@ -44,13 +44,14 @@ def run(argv: list[str]) -> int:
             asked = plugin_config(config).default
             compression = None if asked is None else parse_compression(asked)
             stock, compressed = size(config, memory, ours.context, ours.answer, compression)
+            beside = request_limits(config).kept_bytes
     except (ValueError, PartError) as error:
         raise CommandError(one_line(error)) from error
     name = "full" if compression is None else compression.name
     if ours.json:
         sides = {"stock": stock, "kvmerge": compressed}
         found = {side: asdict(one) | {"num_requests": one.num_requests} for side, one in sides.items()}
-        print(json.dumps(found | {"policy": name}, indent=2))
+        print(json.dumps(found | {"policy": name, "bytes_beside_the_pool": beside}, indent=2))
         return 0
     from rich.console import Console
 
@@ -59,6 +60,7 @@ def run(argv: list[str]) -> int:
         "blocks for requests": [one.num_blocks for one in (stock, compressed)],
         "blocks of a request, reading": [one.life.reading for one in (stock, compressed)],
         "blocks of a request, generating": [one.life.generating for one in (stock, compressed)],
+        "bytes beside the pool, at most": [0, beside],
         "requests that fit": [one.num_requests for one in (stock, compressed)],
     }
     title = f"{ours.context} + {ours.answer} tokens, blocks of {stock.block_size}, one worker"
