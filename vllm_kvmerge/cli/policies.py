@@ -113,8 +113,8 @@ def recommend(as_json: bool) -> int:
             table.add_row(label, f"{row.overall:.3f}", *scores, f"{row.text[at]:.2f}", f"{row.held[at]:.2f}")
         tables.append(table)
     tables[-1].caption = (
-        f"Answers that are right on the demo model, %, with 95% interval where there is room, {found.samples} prompts of "
-        "each task. Text: "
+        "Answers that are right on the demo model, %, with 95% interval where there is room, "
+        f"{found.samples} prompts of each task. Text: "
         f"perplexity with the full cache over that with the policy, at {found.budget}. Overall: mean of three tasks "
         f"and text at {found.budget}; the best that every server can run is taken. Held: bytes of the cache, of the "
         "full one's. Measure your own model: docs/leaderboard.md."
