@@ -9,11 +9,12 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import request_schema
 from vllm_kvmerge.request.proof import CompressionProof
-from vllm_kvmerge.server.endpoint import KVMergeEndpoint
+from vllm_kvmerge.server.endpoint import KVMergeEndpoint, served
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 
 
@@ -61,6 +62,7 @@ def references(node: Any) -> set[str]:
 
 
 def test_generation_bodies_have_the_field(app: FastAPI) -> None:
+    app.state.args.additional_config = {"kvmerge": {"kvzap": "some/model"}}
     KVMergeEndpoint().attach_router(app)
     schema = app.openapi()
     models = schema["components"]["schemas"]
@@ -103,7 +105,10 @@ def test_policies_are_listed(app: FastAPI) -> None:
     assert [path for path in app.openapi()["paths"] if "kvmerge" in path] == ["/kvmerge/policies", *contexts]
     response = asyncio.run(get())
     assert response.status_code == 200
-    assert response.json() == describe_policies()
+    names = [name for name in PRESETS if name != "kvzap"]  # which needs a model that this server has not been given
+    assert response.json() == describe_policies(names) != describe_policies()
+    app.state.args.additional_config = {"kvmerge": {"kvzap": "some/model"}}
+    assert served(plugin_config(app.state.args)) is None
 
 
 def test_middleware_is_innermost(app: FastAPI) -> None:

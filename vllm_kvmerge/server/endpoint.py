@@ -11,11 +11,12 @@ from starlette.middleware import Middleware
 from vllm import envs
 
 from vllm_kvmerge.engine import compat
-from vllm_kvmerge.engine.arguments import plugin_config
+from vllm_kvmerge.engine.arguments import PluginConfig, plugin_config
 from vllm_kvmerge.engine.saved_contexts import load_all
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
+from vllm_kvmerge.policies import PRESETS, TRACKERS
 from vllm_kvmerge.request.catalogue import describe_policies
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, field_schema
+from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, field_schema
 from vllm_kvmerge.request.proof import CompressionProof
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, keeps_contexts
@@ -54,6 +55,14 @@ USAGE_MODELS = ("UsageInfo", "ResponseUsage", "AnthropicUsage")
 PROOF_SCHEMA = {"$ref": f"#/components/schemas/{CompressionProof.__name__}"}
 
 
+def served(config: PluginConfig) -> list[str] | None:
+    """Names of the policies that requests may take; None: all. Some need a model of scores, which a server may lack."""
+    if config.kvzap is not None:
+        return config.allowed_policies
+    names = (FULL, *PRESETS) if config.allowed_policies is None else config.allowed_policies
+    return [name for name in names if name == FULL or not TRACKERS[PRESETS[name].tracker].predicts_scores]
+
+
 class KVMergeEndpoint:
     """Entry point ``kvmerge`` of ``vllm.endpoint_plugins`` (see vLLM's ``EndpointPlugin``)."""
 
@@ -70,8 +79,9 @@ class KVMergeEndpoint:
         compat.install_front_end(check_prompt)
         add_middleware(app)
         config = plugin_config(app.state.args)
-        document_field(app, config.allowed_policies)
-        catalogue = describe_policies(config.allowed_policies)  # constant: nothing is registered after start-up
+        policies_served = served(config)
+        document_field(app, policies_served)
+        catalogue = describe_policies(policies_served)  # constant: nothing is registered after start-up
 
         @app.get(POLICIES_ROUTE)
         async def policies() -> dict[str, Any]:

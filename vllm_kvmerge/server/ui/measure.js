@@ -6,7 +6,8 @@ const RATE_MIN_WINDOW = 0.25;
 
 export class Measurement {
   constructor() {
-    this.steps = []; // {start, end, tokens, entries, bytes, before?}, as the server reports them
+    this.reported = []; // {start, end, tokens, entries, bytes, before?}, as the server reports them
+    this.lag = Infinity; // seconds from sending the request until the server's clock for it began, at most
     this.arrivals = []; // [seconds since the request was sent, tokens of the answer so far]
     this.rates = []; // [seconds, tokens per second]
     this.report = null; // the server's, at the end
@@ -15,7 +16,8 @@ export class Measurement {
   /** chunk: an event of the stream. seconds: since the request was sent. */
   note(chunk, seconds) {
     const { steps = [], ...report } = chunk.kv_transfer_params?.kvmerge ?? {};
-    this.steps.push(...steps);
+    this.reported.push(...steps);
+    if (steps.length) this.lag = Math.min(this.lag, Math.max(0, seconds - steps.at(-1).end));
     if ("mean_bytes" in report) this.report = report;
     const tokens = chunk.usage?.completion_tokens;
     if (tokens && tokens !== this.numTokens) this.noteTokens(seconds, tokens);
@@ -25,6 +27,11 @@ export class Measurement {
     const earlier = this.arrivals.findLast(([time]) => time <= seconds - RATE_WINDOW) ?? this.arrivals[0];
     this.arrivals.push([seconds, tokens]);
     if (earlier && seconds >= earlier[0] + RATE_MIN_WINDOW) this.rates.push([seconds, (tokens - earlier[1]) / (seconds - earlier[0])]);
+  }
+
+  /** The steps by this page's clock, which tokens are measured by. */
+  get steps() {
+    return this.reported.map((step) => ({ ...step, start: step.start + this.lag, end: step.end + this.lag }));
   }
 
   get numTokens() {
