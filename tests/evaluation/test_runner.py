@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.evaluation.runs import ScriptedBackend, constant, small_config
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation import command, report
-from vllm_kvmerge.evaluation.backends import Answer, BackendError, Request, RequestError
+from vllm_kvmerge.evaluation.backends import Answer, BackendError, Request, RequestError, ServerTokenizer
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.results import RunFolder
 from vllm_kvmerge.evaluation.runner import _tokenize, chat_frame, draw_prompts
@@ -296,6 +297,18 @@ def test_no_chat_template_that_would_do(template: str | None) -> None:
     tokenizer.chat_template = template
     with pytest.raises(CommandError, match="chat_template: needs a tokenizer with a chat template"):
         chat_frame(tokenizer)
+
+
+def test_the_template_of_a_server() -> None:
+    said = {}
+
+    def post(path: str, body: dict) -> dict:
+        said[path] = body
+        return {"tokens": [1, 2], "prompt": "<s>user: what a user says</s>model:"}
+
+    assert chat_frame(ServerTokenizer(SimpleNamespace(post=post))) == ("<s>user: ", "</s>model:")
+    assert said["/tokenize"]["messages"][0]["role"] == "user" and said["/tokenize"]["add_generation_prompt"]
+    assert said["/detokenize"]["tokens"] == [1, 2]
 
 
 def test_texts_that_go_on_are_no_chat(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ class EndpointBackend:
         if self._get("/kvmerge/policies").status_code != 200:
             raise CommandError(f"endpoint.url: {self.url} does not run vllm-kvmerge: it would ignore kv_compression")
         self.tokenizer: Tokenizer = (
-            _EndpointTokenizer(self) if options.tokenizer is None else load_tokenizer(options.tokenizer)
+            ServerTokenizer(self) if options.tokenizer is None else load_tokenizer(options.tokenizer)
         )
 
     def _get(self, path: str) -> "httpx.Response":
@@ -317,7 +317,7 @@ class EndpointBackend:
         self._client.close()
 
 
-class _EndpointTokenizer:
+class ServerTokenizer:
     """The server's own. Decoded text keeps special tokens: the server has no option to leave them out."""
 
     def __init__(self, backend: EndpointBackend) -> None:
@@ -331,6 +331,10 @@ class _EndpointTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._post("/tokenize", prompt=text, add_special_tokens=add_special_tokens)["tokens"]
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str:
+        """What the model reads of a chat, up to its own turn."""
+        return self.decode(self._post("/tokenize", messages=messages, add_generation_prompt=True)["tokens"])
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
         return self._post("/detokenize", tokens=list(token_ids))["prompt"]

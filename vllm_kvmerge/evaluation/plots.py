@@ -99,14 +99,19 @@ def _score_against_budget(config: EvalConfig, task: TaskSummary) -> str:
     figure = _figure(4.5 * len(kinds) + 2.5, 4)
     panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
     for kind, axis in zip(kinds, panels, strict=True):
-        for label, cells in _lines(config, task):
+        budgets = {budget for budget in config.budgets if type(budget) is kind}
+        is_one = len(budgets) == 1  # then policies stand side by side, or they would hide each other
+        for place, (label, cells) in enumerate(_lines(config, task)):
             own = sorted((cell for cell in cells if type(cell.budget) is kind), key=lambda cell: cell.budget or 0)
-            xs, ys = [cell.budget for cell in own], [cell.score for cell in own]
+            xs, ys = [place if is_one else cell.budget for cell in own], [cell.score for cell in own]
             axis.errorbar(xs, ys, yerr=_whiskers(own), label=label, capsize=2, **_style(config, label))  # type: ignore[arg-type]
         if full := task.find(FULL, None):
             axis.axhline(full.score, color="black", linestyle="--", label=FULL)
             axis.axhspan(full.low, full.high, color="black", alpha=0.08)
         axis.set_xlabel("budget: share of the prompt" if kind is float else "budget: entries per KV head")
+        if is_one:
+            axis.set_xticks([])
+            axis.set_xlabel(f"{axis.get_xlabel()}, {budgets.pop()}")
     _finish(figure, panels[0], task)
     return _svg(figure, f"score {task.label}")
 

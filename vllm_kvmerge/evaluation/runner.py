@@ -7,7 +7,14 @@ from itertools import takewhile
 from typing import Any
 
 from vllm_kvmerge.errors import CommandError
-from vllm_kvmerge.evaluation.backends import Answer, Backend, BackendError, Request, RequestError
+from vllm_kvmerge.evaluation.backends import (
+    Answer,
+    Backend,
+    BackendError,
+    Request,
+    RequestError,
+    ServerTokenizer,
+)
 from vllm_kvmerge.evaluation.config import EvalConfig, PolicyEntry, TaskEntry
 from vllm_kvmerge.evaluation.results import Failure, Result, RunFolder
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Tokenizer
@@ -80,20 +87,23 @@ def draw_prompts(config: EvalConfig, entry: TaskEntry, tokenizer: Tokenizer) -> 
 
 
 def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Texts that the tokenizer's chat template puts before and after what a user says, up to the model's turn.
+    """Texts that the chat template of the tokenizer or server puts before and after what a user says, up to the model's
+    turn.
 
     Raises:
         CommandError: there is no template, or it does not give back what is said.
     """
     from transformers import PreTrainedTokenizerBase
 
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.chat_template:
-        said = "what a user says"
-        messages = [{"role": "user", "content": said}]
+    said, text = "what a user says", ""
+    messages = [{"role": "user", "content": said}]
+    if isinstance(tokenizer, ServerTokenizer):
+        text = tokenizer.chat_text(messages)
+    elif isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        if text.count(said) == 1:
-            before, after = text.split(said)
-            return before, after
+    if text.count(said) == 1:
+        before, after = text.split(said)
+        return before, after
     raise CommandError(
         "chat_template: needs a tokenizer with a chat template that repeats what a user says; allowed: false, "
         "another model, or with a server its tokenizer in endpoint.tokenizer"

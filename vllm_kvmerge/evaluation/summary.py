@@ -173,6 +173,10 @@ def incomplete_cells(config: EvalConfig, results: list[Result], run: Run) -> lis
     return texts
 
 
+FEW_SAMPLES = 20
+"""Below it, the intervals of 0.5 and of 0.9 overlap."""
+
+
 def score_table(config: EvalConfig, task: TaskSummary) -> Table:
     """Policies by budgets; the best policy of each budget is marked."""
     rows = []
@@ -185,6 +189,8 @@ def score_table(config: EvalConfig, task: TaskSummary) -> Table:
         rows.append(row)
     direction = "higher" if task.higher_is_better else "lower"
     notes = f"{task.metric}, {direction} is better; 95% confidence interval ({task.interval}); * best at this budget"
+    if (fewest := min((cell.count for cell in task.cells), default=FEW_SAMPLES)) < FEW_SAMPLES:
+        notes += f", but {fewest} samples are too few to tell policies apart"
     return Table(task.label, ["policy", *_budget_columns(config)], rows, notes)
 
 
