@@ -307,6 +307,7 @@ def test_a_stream_in_flight_is_finished(stopped: SimpleNamespace) -> None:
     assert json.loads(usage)["usage"]["completion_tokens"] == 500
     assert len(stopped.events) > 300
     assert stopped.status == 0
+    assert not any("output_handler" in json.dumps(record) for record in stopped.log)  # nor does it look like a crash
 
 
 def test_who_comes_late_is_sent_away(stopped: SimpleNamespace) -> None:

@@ -482,17 +482,26 @@ def answer_servers() -> None:
     EngineCore.kvmerge_contexts = call  # type: ignore[attr-defined]
 
 
+def _is_no_end(record: logging.LogRecord) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return not (record.exc_info and isinstance(record.exc_info[1], EngineDeadError))
+
+
 def before_shutdown(engine_client: "EngineClient", hook: Callable[[float | None], float | None]) -> None:
     """Calls ``hook`` before this one client stops its engine, the newest hook first.
 
     It takes the seconds left to finish requests, and returns the rest of them. When signalled, vLLM's launcher stops
-    the engine first and tells nobody; a shutdown event or hook would make this unnecessary.
+    the engine first and tells nobody; a shutdown event or hook would make this unnecessary. That the engine is gone
+    then is what was asked for: vLLM's client does not log it as an error any more.
     """
     shut_down = engine_client.shutdown
 
     @wraps(shut_down)
     def shutdown(timeout: float | None = None) -> None:
-        shut_down(timeout=hook(timeout))
+        remaining = hook(timeout)
+        logging.getLogger("vllm.v1.engine.async_llm").addFilter(_is_no_end)
+        shut_down(timeout=remaining)
 
     engine_client.shutdown = shutdown  # type: ignore[method-assign]
 
