@@ -29,7 +29,9 @@ def test_that_ends_it():
 
 OTHER = """
 import time
+import pytest
 
+@pytest.mark.timeout(600)
 def test_of_another_process():
     time.sleep(600)
 """
