@@ -45,6 +45,7 @@ def tokens(server: Server, body: dict) -> list[int]:
     return server.complete(body.pop("prompt"), **body)["choices"][0]["token_ids"]
 
 
+@pytest.mark.timeout(3600)
 def test_greedy_answers(request):
     found = []
     for start in range(request.config.getoption("--starts") or STARTS):
