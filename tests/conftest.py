@@ -71,7 +71,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.option.all is None:  # processes of pytest-xdist are told
+    if config.option.all is None:  # processes of pytest-xdist have the same arguments
         config.option.all = config.args_source is config.ArgsSource.ARGS
     if is_fast(config):
         examples.share = SHARE_OF_EXAMPLES
