@@ -1,5 +1,5 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
-# make serve   the demo model on http://127.0.0.1:$(PORT)
+# make serve   MODEL on http://127.0.0.1:$(PORT)
 # make test    the fast layer of the tests, ten minutes      make lint   ruff, mypy and import-linter
 # make test-all  everything that can be tested without a GPU, in pieces, one to two hours; what has passed on the same tree
 #               is not run again, so that it goes on where it was interrupted
@@ -30,6 +30,7 @@
 # VENV=DIR       use another environment; one that holds a vLLM keeps it, and only gets the package and the tools
 # PYTHON=CMD     the Python (3.11 or newer) that a new environment is made with
 # TORCH_INDEX=URL  where pip finds CPU builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
+# MODEL=demo     what make serve serves; SmolLM2 unless told, or where that cannot be fetched the demo model
 # SIZE=large     of the demo model to train: small (an hour on one CPU core) or large (for a GPU)
 # OPERATIONS=N   of make machine; 100000 unless told
 # REQUESTS=N     of make stress; 10000 unless told
@@ -50,6 +51,7 @@ CASE ?=
 CASES ?= 10000
 MINUTES ?= 60
 PORT ?= 8000
+MODEL ?= smollm2
 SIZE ?= small
 ARGS ?=
 FOLDERS := engine server ops policies others
@@ -108,8 +110,10 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/cpu/*)
 serve: setup
 	@$(OWN)
 	@echo "make serve: starting vLLM, which takes a minute or two; it is ready when a request to try is printed"
-	@VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
-		$(BIN)/vllm-kvmerge serve demo --port $(PORT) --max-model-len 4096 --enforce-eager $(ARGS)
+	@model=$(MODEL); [ $$model != smollm2 ] || $(BIN)/python -m vllm_kvmerge.demo.pretrained smollm2 >/dev/null \
+		|| { echo "make serve: serving the demo model instead" >&2; model=demo; }; \
+	VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-1} \
+		$(BIN)/vllm-kvmerge serve $$model --port $(PORT) --enforce-eager $(ARGS)
 
 # Tests start many processes, each of which would compile the package again where Python keeps no bytecode.
 PYTEST := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest

@@ -296,7 +296,7 @@ def test_configurations_are_read(tmp_path):
     (sed,) = (command for _, command in documented() if command.startswith("sed "))
     subprocess.run(["bash", "-c", sed.replace("build/sixteen-bits.yaml", str(made))], cwd=ROOT, check=True)
     named = {word for _, *words in ours() for word in words if word.endswith(".yaml")}
-    assert "configs/eval/demo.yaml" in named and "configs/keepkv.yaml" in named
+    assert "configs/eval/demo.yaml" in named and "configs/default.yaml" in named
     for name in named:
         path = made if name == "build/sixteen-bits.yaml" else ROOT / name
         if name.startswith("configs/eval") or path == made:

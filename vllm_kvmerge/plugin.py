@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.protocol import EngineClient
 
 PLUGIN = "kvmerge"
 """Our part of ``additional_config``, and what our endpoint marks the application's state with."""
@@ -39,7 +40,10 @@ def _is_asked(additional_config: Any) -> bool:
 
 
 def _complete(engine_args: "EngineArgs") -> None:
-    """Fills in what compression takes if that is asked for."""
+    """Fills in what compression takes if that is asked for; by now the command, if it is ``run-batch``, is imported."""
+    from vllm_kvmerge.engine import compat
+
+    compat.pass_batch_files(_start_batch_files)
     if _is_asked(engine_args.additional_config):
         from vllm_kvmerge.engine.arguments import complete
 
@@ -52,6 +56,12 @@ def _refuse(app: "FastAPI") -> None:
         from vllm_kvmerge.server.refusal import refuse_field
 
         refuse_field(app)
+
+
+async def _start_batch_files(engine_client: "EngineClient") -> Any:
+    from vllm_kvmerge.server.batch_file import start
+
+    return await start(engine_client)
 
 
 def _serve(args: Namespace) -> None:

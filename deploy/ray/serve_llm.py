@@ -3,7 +3,7 @@
 On GPUs, leave ``accelerator_config`` out, and import this where vLLM sees a GPU: the engine's classes depend on the
 platform. Ray's ingress takes the field ``kv_compression`` for one that it does not know and ignores it: a request says
 it in ``vllm_xargs``, as JSON text, for instance
-{"model": "demo", "prompt": "...", "vllm_xargs": {"kv_compression": "{\\"policy\\": \\"keepkv\\", \\"budget\\": 0.2}"}}.
+{"model": "demo", "prompt": "...", "vllm_xargs": {"kv_compression": "{\\"budget\\": 0.25}"}}.
 """
 
 from ray.serve.llm import LLMConfig, build_openai_app
@@ -11,7 +11,7 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from vllm_kvmerge import demo, kvmerge_engine_args
 
 ENGINE_ARGS = kvmerge_engine_args(
-    {"policy": "keepkv", "budget": 0.2}, max_model_len=4096, enforce_eager=True, kv_cache_memory_bytes=1 << 26
+    {"budget": 0.25}, max_model_len=4096, enforce_eager=True, kv_cache_memory_bytes=1 << 26
 )
 """Requests that say nothing are compressed this way."""
 

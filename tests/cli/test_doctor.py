@@ -4,10 +4,12 @@ import json
 import zipfile
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.random_model import LLAMA
 from vllm_kvmerge import __version__, ops
-from vllm_kvmerge.cli import doctor, main
+from vllm_kvmerge.cli import doctor, main, memory
 from vllm_kvmerge.engine import support
 from vllm_kvmerge.engine.reliance import installed, listed
 from vllm_kvmerge.ops import cpu, dispatch
@@ -59,6 +61,19 @@ def test_a_server_that_would_be_refused(capsys, tmp_path):
     assert found["problems"] == [found["server"]["fault"]]
     assert found["server"]["fault"].startswith("kv_cache_dtype=fp8_inc is not supported: ")
     assert report(capsys, "/no/such/model")[1]["problems"] == ["no model in /no/such/model: there is no such folder"]
+
+
+def test_a_server_that_would_run_out_of_memory(capsys, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    status, found = report(capsys, str(tmp_path), "--kv-cache-memory-bytes", "4096G")
+    assert status == 1 and "the KV cache 4096.0 GiB" in found["server"]["fault"]
+    assert found["server"]["fault"].endswith("are free: give a smaller --kv-cache-memory-bytes")
+    status, found = report(capsys, str(tmp_path), "--gpu-memory-utilization", "1.0")
+    assert status == 1 and found["server"]["fault"].startswith("--gpu-memory-utilization 1.0: ")
+    save_file({"weight": torch.zeros(1 << 24)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(memory, "_free", lambda: [(32 << 20, 1 << 30)])
+    status, found = report(capsys, str(tmp_path))
+    assert (status, found["problems"]) == (1, ["the weights take 0.1 GiB, and 0.0 GiB are free"])
 
 
 @pytest.mark.thin(3)

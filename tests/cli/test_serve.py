@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from tests.cli.commands import refusal
 from tests.random_model import LLAMA
-from vllm_kvmerge.cli import arguments, main, serve
+from vllm_kvmerge.cli import arguments, main, memory, serve
 from vllm_kvmerge.demo import kvzap_path
 from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, VALIDATOR, WORKER_CLS
 from vllm_kvmerge.engine.processes import METRICS_DIR
@@ -381,14 +381,14 @@ def test_metrics_folder_goes_with_the_process(tmp_path: Path) -> None:
     ],
 )
 def test_workers_take_what_is_free(free: list[tuple[int, int]], num_workers: int, share: float) -> None:
-    assert serve.fitting_share(free, num_workers) == share
+    assert memory.fitting_share(free, num_workers) == share
 
 
 def test_a_server_that_is_told_nothing_takes_what_is_free(
     started: list[argparse.Namespace], model: str, port: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    monkeypatch.setattr(serve, "fitting_share", lambda free, num_workers: 0.3)
+    monkeypatch.setattr(memory, "fitting_share", lambda free, num_workers: 0.3)
     for options in ([], ["--gpu-memory-utilization", "0.5"], ["--kv-cache-memory-bytes", "1G"]):
         assert main(["serve", model, "--port", port, *options]) == 0
     assert [args.gpu_memory_utilization for args in started] == [0.3, 0.5, 0.92]

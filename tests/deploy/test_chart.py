@@ -74,7 +74,7 @@ EVERYTHING = KEY | {
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"enabled": True},
     "modelCache": {"accessModes": ["ReadWriteMany"], "storageClassName": "nfs"},
-    "kvCompression": {"policy": "keepkv", "budget": 0.2},
+    "kvCompression": {"budget": 0.25},
     "imagePullSecrets": [{"name": "registry"}],
     "runtimeClassName": "nvidia",
     "extraArgs": ["--max-num-seqs", "8"],
@@ -278,7 +278,7 @@ def test_serve_takes_the_arguments(render, parse):
     args = parse(container(render(EVERYTHING))["args"])
     assert (args.model_tag, args.host, args.port, args.max_num_seqs) == ("demo", "0.0.0.0", 8000, 8)
     assert (args.shutdown_timeout, args.ssl_certfile) == (60, "/tls/tls.crt")
-    assert read_compression(args.kv_compression) == {"policy": "keepkv", "budget": 0.2}
+    assert read_compression(args.kv_compression) == {"budget": 0.25}
 
 
 def test_scaling_follows_the_queue_and_the_cache(render, repository):
@@ -353,7 +353,7 @@ def test_the_service_finds_the_pods(render):
         ({"replicas": "2"}, "replicas"),
         ({"model": ""}, "model"),
         ({"image": {"digest": "latest"}}, "digest"),
-        ({"kvCompression": {"budget": 0.2}}, "kvCompression"),
+        ({"kvCompression": {"budget": 0}}, "budget"),
         ({"service": {"port": 0}}, "service"),
         ({"modelCache": {"accessModes": ["ReadWriteAlways"]}}, "accessModes"),
         ({"podMonitor": {"interval": "often"}}, "interval"),

@@ -49,7 +49,7 @@ def test_a_server_runs_from_it(wheel: Path, tmp_path: Path, monkeypatch: pytest.
     where = [sys.executable, "-c", "import vllm_kvmerge; print(vllm_kvmerge.__file__)"]
     found = subprocess.run(where, env=os.environ | path, capture_output=True, text=True, check=True).stdout
     assert found.startswith(str(tmp_path / "site"))
-    with serving("--kv-compression", "configs/snapkv.yaml", from_scratch=True, **path) as server:
+    with serving("--kv-compression", "configs/default.yaml", from_scratch=True, **path) as server:
         check_compresses(server)
 
 
@@ -87,7 +87,7 @@ def test_the_repaired_wheel_in_an_environment_of_its_own(
         assert doctor["operators"]["in use"].startswith("native"), doctor
         words = str(python.with_name("vllm-kvmerge")), "serve", "demo"
         own = {"interpreter": python, "command": words, "from_scratch": True}
-        with serving("--kv-compression", "configs/snapkv.yaml", **own) as server:
+        with serving("--kv-compression", "configs/default.yaml", **own) as server:
             check_compresses(server)
     finally:
         shutil.rmtree(python.parents[1])  # a gigabyte

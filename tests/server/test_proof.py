@@ -194,6 +194,16 @@ def test_a_stored_response_has_its_report_when_it_is_read_back(server, is_backgr
         assert again[0]["response"]["id"] == told["id"] and did(again[-1]["response"]["usage"])
 
 
+def test_a_batch_of_chats_has_one_report(server):
+    chats = [[{"role": "user", "content": f"batch{first} " * 80}] for first in range(2)]
+    body = {"model": "demo", "messages": chats, "max_tokens": 4, "kv_compression": LOCAL}
+    answer = server.post("/v1/chat/completions/batch", body).json()
+    assert len(answer["choices"]) == 2 and did(answer["usage"])
+    assert answer["usage"]["kv_compression"]["compressions"] == 2
+    refused = server.post("/v1/chat/completions/batch", body | {"kv_compression": LOCAL | {"context_messages": 1}})
+    assert refused.status_code == 400 and "context_messages" in refused.json()["error"]["message"]
+
+
 def test_other_answers_stay_as_they_are(server):
     plain = server.complete(PROMPT, max_tokens=4)
     assert "kv_compression" not in plain["usage"] and plain["kv_transfer_params"] is None

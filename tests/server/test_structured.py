@@ -41,7 +41,7 @@ def write_bpe_tokenizer(folder: Path) -> None:
 
     tokenizer = ByteLevelBPETokenizer()
     texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
-    tokenizer.train_from_iterator(texts, vocab_size=800, special_tokens=["<s>", "</s>"])
+    tokenizer.train_from_iterator(texts, vocab_size=800, special_tokens=["<s>", "</s>", "<think>", "</think>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
@@ -135,6 +135,51 @@ def test_a_conversation_with_a_tool_by_the_official_client(bpe, no_whitespace):
         call = {"id": f"call-{turn}", "type": "function", "function": {"name": name, "arguments": arguments}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": "17"})
+
+
+def test_a_tool_call_is_compressed_while_it_is_streamed(bpe, no_whitespace):
+    field = {"policy": "h2o", "budget": 64, "decode": "bounded", "interval": 4}
+    asked = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": no_whitespace}
+    asked |= {"model": "demo", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 100, "temperature": 0}
+    whole = bpe.post("/v1/chat/completions", asked | {"kv_compression": field}).json()
+    client = openai.OpenAI(base_url=bpe.url + "/v1", api_key="none")
+    arguments, more = "", {"extra_body": {"kv_compression": field}, "stream_options": {"include_usage": True}}
+    with client.chat.completions.create(stream=True, **asked, **more) as stream:
+        for chunk in stream:
+            for call in chunk.choices[0].delta.tool_calls or [] if chunk.choices else []:
+                arguments += call.function.arguments or ""
+    told = whole["usage"]["kv_compression"]
+    assert told["compressions"] > 3 and told["entries"]["most"] <= 64 + 4
+    assert chunk.usage.kv_compression["entries"] == told["entries"]
+    assert arguments == whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    check_item(arguments)
+
+
+def test_a_session_changes_nothing(bpe):
+    def answer(**more) -> tuple[str, dict]:
+        body = {"model": "demo", "prompt": f"In a session. {TEXT}", "max_tokens": 20, "kv_compression": LOCAL}
+        found = bpe.post("/v1/completions", body | more).json()
+        return found["choices"][0]["text"], found["usage"]["kv_compression"]["entries"]
+
+    plain = answer(temperature=0)
+    assert answer(temperature=0, session_id="one") == answer(temperature=0, vllm_xargs={"session_id": "two"}) == plain
+
+
+def test_reasoning_is_told_apart(bpe):
+    """A model that never stops to think: all of its answer is reasoning, the same as without a parser."""
+    folder = bpe.process.args[bpe.process.args.index("serve") + 1]
+    options = "--served-model-name", "demo", "--reasoning-parser", "deepseek_r1"
+    with serving(*options, command=("-m", "vllm_kvmerge.cli", "serve", folder)) as server:
+        thought = chat(server, kv_compression=LOCAL)["message"]
+        streamed = {"model": "demo", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 100}
+        events = server.post(
+            "/v1/chat/completions", streamed | {"temperature": 0, "stream": True, "kv_compression": LOCAL}
+        )
+    said = chat(bpe, kv_compression=LOCAL)["message"]
+    assert said["content"] and not thought["content"] and thought["reasoning"] == said["content"]
+    lines = [line.removeprefix("data: ") for line in events.text.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == said["content"]
 
 
 UNSPELLABLE = [

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from vllm_kvmerge import __version__, demo
 from vllm_kvmerge.cli.arguments import EXAMPLE_PROMPTS
+from vllm_kvmerge.demo import handbook
 from vllm_kvmerge.demo.language import VOCABULARY
 from vllm_kvmerge.server import page
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint
@@ -100,7 +101,7 @@ def test_everything_that_the_files_name_is_there(client):
 
 def test_the_page_knows_the_demo_model(client):
     assert client.get("/kvmerge/ui/config").json() == {"version": __version__, "demo": True}
-    drawn = [client.get("/kvmerge/ui/demo-prompt").json() for _ in range(2)]
+    drawn = [client.get("/kvmerge/ui/example").json() for _ in range(2)]
     assert drawn[0] != drawn[1]
     words = drawn[0]["prompt"].split()
     assert len(words) == 1000 - 1  # and <s>
@@ -109,10 +110,12 @@ def test_the_page_knows_the_demo_model(client):
     assert f"remember {words[-1]} {drawn[0]['answer']} ." in drawn[0]["prompt"]
 
 
-def test_other_models_get_no_demo_prompt():
+def test_other_models_get_a_question_about_a_document():
     client = client_of("some/model")
     assert client.get("/kvmerge/ui/config").json()["demo"] is False
-    assert client.get("/kvmerge/ui/demo-prompt").status_code == 404
+    drawn = client.get("/kvmerge/ui/example").json()
+    assert drawn["kind"] == "chat" and drawn["prompt"].startswith(handbook.document())
+    assert drawn["answer"] in handbook.document() and drawn["answer"] not in drawn["prompt"].splitlines()[-1]
     assert client.get("/kvmerge/ui").status_code == 200
 
 

@@ -138,8 +138,8 @@ def heights(path: Any) -> list[float]:
     return [float(y) for y in re.findall(r"(?:[ML]\S+ |V)([\d.]+)", data)]
 
 
-def test_the_demo_prompt_is_asked_and_marked(page):
-    page.get_by_role("button", name="Insert demo prompt").click()
+def test_the_example_prompt_is_asked_and_marked(page):
+    page.get_by_role("button", name="Insert example prompt").click()
     page.locator("#expected:visible").wait_for()
     right = re.search(r"facts: (.*)\. After", page.locator("#expected").inner_text())[1]
     page.get_by_label("Max tokens").fill("5")

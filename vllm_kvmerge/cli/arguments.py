@@ -14,7 +14,7 @@ import yaml
 
 from vllm_kvmerge.cli.common import check_folder, one_line, quiet
 from vllm_kvmerge.cli.health import DEFAULT_HOST
-from vllm_kvmerge.demo import kvzap_path, model_path
+from vllm_kvmerge.demo import kvzap_path, model_path, named
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version, hidden_states_obstacle
 from vllm_kvmerge.errors import CommandError
@@ -23,7 +23,6 @@ from vllm_kvmerge.shipped import shipped
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-DEMO = "demo"
 EXAMPLE_PROMPTS = "vllm_kvmerge.demo.recall:draw_example"
 DRAIN_SECONDS = 30
 """Default of --shutdown-timeout: seconds that a server that is told to stop has to finish its requests."""
@@ -148,7 +147,10 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
     parser = ServeParser(prog="vllm-kvmerge")
     options = vllm_serve.ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     options.usage = "vllm-kvmerge serve MODEL [options]"
-    options.description = "Serves MODEL (the word demo: the model that comes with vllm-kvmerge) as vllm serve does."
+    options.description = (
+        "Serves MODEL as vllm serve does: a folder, a name on the Hugging Face hub, smollm2 (a small language model), "
+        "or demo (a tiny one of made-up words, which comes with vllm-kvmerge)."
+    )
     options.epilog = options.epilog.replace("vllm serve", "vllm-kvmerge serve")
     group = options.add_argument_group("KV compression", "What vllm-kvmerge adds: --help='KV compression'.")
     options._action_groups.insert(0, options._action_groups.pop())  # vLLM's are thirty
@@ -156,7 +158,7 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
         "--kv-compression",
         metavar="JSON|FILE",
         help="Compression of requests that do not bring their own: an object such as "
-        '{"policy": "keepkv", "budget": 0.2}, or a .json or .yaml file that holds one.',
+        '{"budget": 0.25}, or a .json or .yaml file that holds one.',
     )
     group.add_argument(
         "--model-runner",
@@ -217,16 +219,17 @@ def _check_front_end(args: argparse.Namespace) -> None:
 
 
 def _check_model(args: argparse.Namespace) -> None:
-    """Resolves the word ``demo``, and refuses a missing folder."""
+    """Resolves names that commands know, and refuses a missing folder."""
     from vllm.engine.arg_utils import EngineArgs
 
     model = args.model_tag or args.model
     if args.model_tag is None and model == EngineArgs.model:
-        raise CommandError("name a model: vllm-kvmerge serve demo, or a folder, or a name on the Hugging Face hub")
-    if model == DEMO:
-        model, args.served_model_name = model_path(), args.served_model_name or [DEMO]
-    check_folder(model)
-    args.model = args.model_tag = model
+        raise CommandError("name a model: vllm-kvmerge serve smollm2, or a folder, or a name on the Hugging Face hub")
+    path = named(model)
+    if path != model:
+        args.served_model_name = args.served_model_name or [model]
+    check_folder(path)
+    args.model = args.model_tag = path
 
 
 def _check_port(args: argparse.Namespace) -> None:

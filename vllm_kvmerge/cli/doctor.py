@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvmerge import __version__
 from vllm_kvmerge.cli.arguments import read_arguments, set_environment
 from vllm_kvmerge.cli.common import CommandParser, one_line, quiet, table_of
+from vllm_kvmerge.cli.memory import shortage
 from vllm_kvmerge.engine.reliance import Sources, installed, listed
 from vllm_kvmerge.engine.support import (
     DISTRIBUTIONS,
@@ -68,13 +69,14 @@ def run(argv: list[str]) -> int:
             "unsupported": unsupported_features(),
         }
         if server:
-            report["server"] = {"arguments": server, "fault": None}
+            report["server"] = {"arguments": server}
             set_environment()
             try:
-                read_arguments(server, needs_port=False)
+                fault = shortage(read_arguments(server, needs_port=False)[0])
             except CommandError as error:
-                report["server"]["fault"] = str(error)
-                report["problems"].append(str(error))
+                fault = str(error)
+            report["server"]["fault"] = fault
+            report["problems"] += filter(None, [fault])
     status = 1 if report["problems"] else 0
     if args.json:
         print(json.dumps(report, indent=2))

@@ -45,9 +45,11 @@ def _overview(catalogue: dict[str, Any]) -> "Table":
     parts = "\n".join(
         f"{kind}: {', '.join(part['name'] for part in catalogue['parts'][kind])}" for kind in catalogue["parts"]
     )
+    known, later = (catalogue["recommended"][case] for case in ("known", "later"))
     table.caption = (
-        "A policy is made of four parts, and a request may name others. vllm-kvmerge policies NAME, of a policy or a "
-        f"part, prints its parameters.\n{parts}"
+        f"A request that names no policy gets {known}, or {later} where its question comes later (policies "
+        "--recommend). A policy is made of four parts, and a request may name others. vllm-kvmerge policies NAME, of a "
+        f"policy or a part, prints its parameters.\n{parts}"
     )
     table.caption_justify = "left"
     return table

@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from vllm_kvmerge import __version__
 from vllm_kvmerge.cli import health
 from vllm_kvmerge.cli.arguments import read_arguments, set_environment
 from vllm_kvmerge.cli.common import one_line
+from vllm_kvmerge.cli.memory import fit_memory
 from vllm_kvmerge.demo import model_path
 from vllm_kvmerge.errors import CommandError
 
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
         health.announce(args.host, metrics_port, is_tls=False)  # answers any path
     elif not args.uds:
         health.announce(args.host, args.port, is_tls=_speaks_tls(args))
-    _fit_memory(args)
+    fit_memory(args)
     args.middleware = [*args.middleware, REQUEST_ID_MIDDLEWARE]
     threading.Thread(target=_announce, args=(args,), daemon=True).start()
     from vllm.entrypoints.cli import serve as vllm_serve
@@ -80,36 +80,6 @@ def _bind_threads(args: argparse.Namespace) -> None:
     if binding is not None:
         logger.info("%s=%s", THREAD_BINDING, binding)
         os.environ[THREAD_BINDING] = binding
-
-
-def _fit_memory(args: argparse.Namespace) -> None:
-    """On CPU, lowers the share of the memory that vLLM takes unless told, 0.92, to what is free: it would not start."""
-    from vllm.config import CacheConfig
-    from vllm.platforms import current_platform
-    from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
-
-    default = CacheConfig.gpu_memory_utilization
-    is_told = args.kv_cache_memory_bytes or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    if not current_platform.is_cpu() or is_told or args.gpu_memory_utilization != default:
-        return
-    nodes = [get_memory_node_info(node) for node in get_visible_memory_node()]
-    engines = args.data_parallel_size_local or args.data_parallel_size
-    free = [(node.available_memory, node.total_memory) for node in nodes]
-    share = fitting_share(free, engines * args.tensor_parallel_size)
-    if share < default:
-        args.gpu_memory_utilization = share
-        logger.info(
-            "--gpu-memory-utilization %.2f: of the memory, what is free. --kv-cache-memory-bytes sets a pool", share
-        )
-
-
-def fitting_share(free: list[tuple[int, int]], num_workers: int) -> float:
-    """Share of a memory node that each worker may take: nine tenths of what is free, divided by those of one node.
-
-    free: bytes that are free, and all, of each node.
-    """
-    least = min(available / total for available, total in free)
-    return math.floor(90 * least / -(-num_workers // len(free))) / 100
 
 
 def thread_binding(num_workers: int, num_nodes: int, cores: list[int]) -> str | None:
@@ -160,7 +130,7 @@ def _announce(args: argparse.Namespace) -> None:
         logger.info(ready)
         return
     key = " -H 'Authorization: Bearer KEY'" if args.api_key or os.environ.get("VLLM_API_KEY") else ""
-    body = {"model": name, "max_tokens": 8, "temperature": 0, "kv_compression": {"policy": "keydiff", "budget": 0.25}}
+    body = {"model": name, "max_tokens": 8, "temperature": 0, "kv_compression": {"budget": 0.25}}
     print(
         f"vllm-kvmerge: {ready}. Try it; usage.kv_compression of the answer says what became of the cache:",
         f"PROMPT=$({prompt})",

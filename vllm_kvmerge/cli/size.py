@@ -1,14 +1,12 @@
 """``vllm-kvmerge size``: how many requests of one kind fit into a KV cache."""
 
 import json
-import os
 from dataclasses import asdict
 
 from vllm_kvmerge.cli.arguments import read_arguments, set_environment
 from vllm_kvmerge.cli.common import CommandParser, one_line, quiet, table_of
+from vllm_kvmerge.cli.memory import CPU_SPACE, pool_bytes
 from vllm_kvmerge.errors import CommandError
-
-CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def run(argv: list[str]) -> int:
@@ -28,7 +26,7 @@ def run(argv: list[str]) -> int:
             raise CommandError(f"--{name} {getattr(ours, name)}: allowed: 1 or more")
     set_environment()
     args, _ = read_arguments(words, needs_port=False)
-    memory = args.kv_cache_memory_bytes or int(float(os.environ.get(CPU_SPACE, 0)) * (1 << 30))
+    memory = pool_bytes(args)
     if not memory:
         raise CommandError(f"how large is the KV cache? say --kv-cache-memory-bytes N, or {CPU_SPACE}=GIB")
     from vllm import AsyncEngineArgs

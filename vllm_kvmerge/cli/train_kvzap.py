@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from vllm_kvmerge.cli.common import CommandParser, check_folder, one_line
-from vllm_kvmerge.demo import model_path
+from vllm_kvmerge.demo import named
 from vllm_kvmerge.engine.served_model import TokenizedModel
 from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
 from vllm_kvmerge.errors import CommandError
@@ -123,7 +123,7 @@ def _load(name: str, device: str) -> tuple[Any, Any]:
     """The model, with eager attention, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = model_path() if name == "demo" else name
+    path = named(name)
     check_folder(path)
     dtype = torch.float32 if device == "cpu" else "auto"  # CPUs take long for what is shorter
     try:

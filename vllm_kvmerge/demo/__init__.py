@@ -1,4 +1,4 @@
-"""The small model that ships with the package, and how it was trained."""
+"""Models that commands know by name: the small one that ships with the package, how it was trained, and real ones."""
 
 from pathlib import Path
 
@@ -6,6 +6,16 @@ from pathlib import Path
 def model_path() -> str:
     """Folder of the demo model: weights, configuration, tokenizer and chat template."""
     return str(Path(__file__).parent / "model")
+
+
+def named(model: str) -> str:
+    """The folder of the model that a command calls ``demo``, or by a name of ``pretrained.SOURCES``; any other name
+    stays as it is. Raises CommandError if the model cannot be had."""
+    from vllm_kvmerge.demo import pretrained
+
+    if model == "demo":
+        return model_path()
+    return pretrained.folder(model) if model in pretrained.SOURCES else model
 
 
 def kvzap_path() -> str:

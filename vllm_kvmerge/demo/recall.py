@@ -40,7 +40,7 @@ def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> docume
 def draw_example() -> dict[str, str]:
     """A prompt and its answer, other ones each time, for the server's page."""
     prompt = draw_prompt(np.random.default_rng(), length=1000, num_facts=16)
-    return {"prompt": prompt.text, "answer": prompt.answer}
+    return {"kind": "completion", "prompt": prompt.text, "answer": prompt.answer}
 
 
 def main() -> None:

@@ -192,6 +192,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         shares_contexts=shares_contexts(vllm_config),
+        pool_bytes=vllm_config.cache_config.kv_cache_memory_bytes,
         head_pages=options.head_pages
         and not (
             # The reference of attention cannot follow a GPU's addresses.

@@ -11,7 +11,7 @@ import pkgutil
 import shutil
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -92,6 +92,9 @@ def install_worker(vllm_config: "VllmConfig") -> None:
 
 PromptCheck = Callable[["EngineInput", "SamplingParams | PoolingParams"], None]
 
+Handler = Callable[[Any], Awaitable[Any]]
+"""Of one request's body; returns the response."""
+
 
 def install_front_end(check_prompt: PromptCheck) -> None:
     """Prepares a process that admits requests, before the first one; ``check_prompt`` raises to refuse."""
@@ -147,6 +150,30 @@ def delegate_serve(serve: Callable[["Namespace"], None]) -> None:
         validate(self, args)
 
     cli.ServeSubcommand.validate = validate_or_serve
+
+
+@cache
+def pass_batch_files(start: Callable[["EngineClient"], Awaitable[Callable[[Handler, str], Handler]]]) -> None:
+    """Passes the requests of batch files (``vllm run-batch``) to what ``start`` returns makes of vLLM's handlers and
+    their URLs.
+
+    Middleware around those handlers, as around a server's, would make this unnecessary.
+    """
+    if (module := sys.modules.get("vllm.entrypoints.launchers.run_batch")) is None:
+        return
+    run_batch, run_request = module.run_batch, module.run_request
+    around: list[Callable[[Handler, str], Handler]] = []
+
+    @wraps(run_batch)
+    async def run_started(engine_client: "EngineClient", args: "Namespace") -> None:
+        around.append(await start(engine_client))
+        await run_batch(engine_client, args)
+
+    @wraps(run_request)
+    async def run_answered(handler: Handler, request: Any, tracker: Any) -> Any:
+        return await run_request(around[-1](handler, request.url), request, tracker)
+
+    module.run_batch, module.run_request = run_started, run_answered  # type: ignore[attr-defined]
 
 
 @cache

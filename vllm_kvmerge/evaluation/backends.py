@@ -24,6 +24,9 @@ K = TypeVar("K")
 MAX_COMPACTION_SECONDS = 3600.0
 """Limit of the time that a compression may take in this process."""
 
+CPU_SEQUENCES = 8
+"""Requests at a time on CPU, unless told: more would not end sooner, and all would end late."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -117,6 +120,10 @@ class EngineBackend:
         limit = arguments.setdefault("max_model_len", longest)
         if limit < longest:
             raise CommandError(f"engine.max_model_len: the longest sample takes {longest} tokens, got {limit}")
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            arguments.setdefault("max_num_seqs", CPU_SEQUENCES)
         if with_logprobs:
             from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 

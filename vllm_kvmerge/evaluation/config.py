@@ -38,8 +38,8 @@ class _Model(BaseModel):
 class EngineOptions(_Model):
     """Engine arguments of the engine in this process, named as in vLLM; what is None is left to vLLM.
 
-    max_model_len: default: what the longest sample takes. kvzap: the plugin's own; default for the model demo: the one
-    that ships, if the model is not compiled.
+    max_num_seqs: default on CPU: 8, so that samples end one after the other. max_model_len: default: what the longest
+    sample takes. kvzap: the plugin's own; default for the model demo: the one that ships, if the model is not compiled.
     """
 
     dtype: str | None = None
@@ -228,7 +228,7 @@ class EvalConfig(_Model):
     @property
     def model_path(self) -> str:
         """Folder or hub name of the model in this process."""
-        return demo.model_path() if self.model in (None, DEMO) else str(self.model)
+        return demo.named(DEMO if self.model is None else self.model)
 
     def budgets_of(self, policy: PolicyEntry) -> list[int | float] | list[None]:
         return [None] if policy.name == FULL else self.budgets

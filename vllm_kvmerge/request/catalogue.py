@@ -8,10 +8,12 @@ from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.base import Part
 from vllm_kvmerge.policies.choice import PartNames
 from vllm_kvmerge.request.parameters import FULL, request_schema
+from vllm_kvmerge.request.recommended import with_policy
 
 
 def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]:
-    """Everything as JSON: ``presets``, ``parts`` by kind, and the ``schema`` of ``kv_compression``.
+    """Everything as JSON: ``presets``, ``parts`` by kind, the ``schema`` of ``kv_compression``, and the policies
+    ``recommended`` where the question is ``known``, and where it comes ``later``, which requests get that name none.
 
     policies: those to describe, besides ``full``; None: all.
 
@@ -30,7 +32,9 @@ def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]
         shown = {"name": preset.name, "source": preset.source, "parts": parts, "decode": preset.decode}
         presets.append(shown | {"defaults": defaults})
     parts_by_kind = {kind: [_describe(part) for part in parts.values()] for kind, parts in PARTS.items()}
-    return {"presets": presets, "parts": parts_by_kind, "schema": schema}
+    cases: dict[str, dict[str, Any]] = {"known": {}, "later": {"context_tokens": 1}}
+    recommended = {case: with_policy(field)["policy"] for case, field in cases.items()}
+    return {"presets": presets, "parts": parts_by_kind, "schema": schema, "recommended": recommended}
 
 
 def _describe(part: type[Part]) -> dict[str, Any]:

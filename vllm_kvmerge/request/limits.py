@@ -15,6 +15,9 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionCon
 KEPT_SHARE = 4
 """Bound on workers' memory outside the pool for all running requests, as a multiple of ``max_compaction_bytes``."""
 
+POOL_SHARE = 4
+"""A quarter of the pool bounds it too, as long as a single request fits."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -125,9 +128,10 @@ class Limits:
     of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
     all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
     num_token_ids: of the model. max_num_seqs: requests that run at once. has_prefix_cache: the server does.
-    shares_contexts: what has been compressed stays in the prefix cache. pool_tokens: that the pool has slots for; None:
-    not known yet. window_blocks: of each group of layers with a window or a state, the most blocks that it takes for
-    one request, and the tokens of a block. rates: speed of the workers; None: not known yet, so time is not limited.
+    shares_contexts: what has been compressed stays in the prefix cache. pool_bytes: that a worker's pool was told to
+    have; None: not told. pool_tokens: that the pool has slots for; None: not known yet. window_blocks: of each group of
+    layers with a window or a state, the most blocks that it takes for one request, and the tokens of a block. rates:
+    speed of the workers; None: not known yet, so time is not limited.
     """
 
     allowed_policies: frozenset[str] | None
@@ -142,6 +146,7 @@ class Limits:
     max_num_seqs: int = 2
     has_prefix_cache: bool = True
     shares_contexts: bool = True
+    pool_bytes: int | None = None
     pool_tokens: int | None = None
     window_blocks: tuple[tuple[int, int], ...] = ()
     rates: Rates | None = None
@@ -505,7 +510,10 @@ class Limits:
         """Most bytes of the newest queries and prompt scores of all running requests, in one worker."""
         length = self.max_model_len
         one = min(self.max_bytes, self.ring_bytes(length, length)) + self.prompt_score_bytes(length)
-        return min(KEPT_SHARE * self.max_bytes, self.max_num_seqs * one)
+        most = KEPT_SHARE * self.max_bytes
+        if self.pool_bytes is not None:
+            most = min(most, max(one, self.pool_bytes // POOL_SHARE))
+        return min(most, self.max_num_seqs * one)
 
     def external_bytes(self, num_tokens: int) -> int:
         """Bytes of the complete cache of ``num_tokens`` tokens: whole blocks."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLICIES_ROUTE = "/kvmerge/policies"
+HANDBOOK = "vllm_kvmerge.demo.handbook:draw_example"
 
 BODY_MODELS = (
     "CompletionRequest",
@@ -89,7 +90,8 @@ class KVMergeEndpoint:
             return catalogue
 
         add_context_routes(app, config)
-        add_page_routes(app, pkgutil.resolve_name(config.example_prompts) if config.example_prompts else None)
+        is_demo = config.example_prompts is not None
+        add_page_routes(app, pkgutil.resolve_name(config.example_prompts or HANDBOOK), is_demo)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Drains the server before it stops, follows the engine's outputs, enforces its limits, and loads contexts."""

@@ -33,6 +33,7 @@ CARRIERS: dict[str, tuple[str, ...]] = {
     COMPLETIONS_ROUTE: ("vllm_xargs",),
     "/v1/completions/render": ("vllm_xargs",),
     CHAT_ROUTE: ("vllm_xargs",),
+    "/v1/chat/completions/batch": ("vllm_xargs",),
     "/v1/chat/completions/render": ("vllm_xargs",),
     RESPONSES_ROUTE: ("vllm_xargs",),
     "/v1/responses/render": ("vllm_xargs",),

