@@ -17,6 +17,6 @@ def document() -> str:
 
 
 def draw_example() -> dict[str, str]:
-    """A chat's message, the document with a question behind it, and what a right answer holds, for the server's page."""
+    """A chat's message, the document and a question, and what a right answer holds, for the server's page."""
     question, answer = random.choice(json.loads(QUESTIONS.read_text(encoding="utf-8")))
     return {"kind": "chat", "prompt": f"{document()}\n\n{question}", "answer": answer}

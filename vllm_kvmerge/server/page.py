@@ -46,8 +46,8 @@ class PageFile:
 
 
 def add_page_routes(app: FastAPI, draw_example: Callable[[], dict[str, Any]], is_demo: bool) -> None:
-    """Adds the page. draw_example: returns an example prompt and its answer, which the page can insert. is_demo: the model
-    knows no language.
+    """Adds the page. draw_example: returns an example prompt and its answer, which the page can insert. is_demo: the
+    model knows no language.
 
     An API key is asked for as the page's password (see GuardMiddleware), and again in a field, for /v1.
     """
