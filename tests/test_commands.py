@@ -77,7 +77,7 @@ RUN_BY = {
         "for seed in 1 2; do python -m vllm_kvmerge.demo.train",
     ],
     "benchmarks/test_benchmarks.py::test_serving": ["python benchmarks/serving.py"],
-    "benchmarks/test_operators.py::test_every_native_operator_is_measured": ["python benchmarks/operators.py"],
+    "benchmarks/test_operators.py::test_native_operators_are_measured": ["python benchmarks/operators.py"],
     "benchmarks/test_benchmarks.py::test_compaction": ["python benchmarks/compaction.py"],
     "benchmarks/test_benchmarks.py::test_longrun": ["python benchmarks/longrun.py"],
     "benchmarks/test_benchmarks.py::test_long_prompts": ["python benchmarks/long_prompts.py"],

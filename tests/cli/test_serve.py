@@ -64,7 +64,7 @@ def test_unknown_option(capsys: pytest.CaptureFixture[str], model: str) -> None:
 
 
 def test_no_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "vllm-kvmerge serve demo" in refusal(capsys, "serve")
+    assert "vllm-kvmerge serve smollm2" in refusal(capsys, "serve")
 
 
 def test_missing_model_folder(capsys: pytest.CaptureFixture[str]) -> None:

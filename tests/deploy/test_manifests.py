@@ -91,4 +91,4 @@ def test_ray_example_gives_vllm_arguments_it_knows(repository, monkeypatch):
     example = importlib.import_module("deploy.ray.serve_llm")
     (config,) = example.app["llm_configs"]
     assert config.engine_kwargs["worker_cls"] == WORKER_CLS and config.engine_kwargs["scheduler_cls"] == SCHEDULER_CLS
-    assert AsyncEngineArgs(model="m", **config.engine_kwargs).additional_config["kvmerge"]["default"]["policy"]
+    assert AsyncEngineArgs(model="m", **config.engine_kwargs).additional_config["kvmerge"]["default"]["budget"]

@@ -65,5 +65,7 @@ def run(argv: list[str]) -> int:
     table = table_of(title, "", "stock vLLM", name, lines=False)
     for label, values in rows.items():
         table.add_row(label, *(f"{value:,}" for value in values))
+    if compression is None:
+        table.caption = "Nothing is compressed without --kv-compression, such as '{\"budget\": 0.25}'."
     Console(markup=False).print(table)
     return 0

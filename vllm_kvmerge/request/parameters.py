@@ -297,6 +297,10 @@ def _parse_canonical(text: str) -> CompressionConfig | None:
     if not isinstance(name, str) or name not in (FULL, *PRESETS):
         allowed = ", ".join(sorted((FULL, *PRESETS)))
         is_given = "policy" in data
+        known = set().union(*(one.get("properties", {}) for one in request_schema()["$defs"].values()))
+        if not is_given and (unknown := sorted(set(data) - known)):
+            param = f"{EXTRA_ARGS_KEY}.{unknown[0][:MAX_SHOWN]}"
+            raise CompressionError(param, f"unknown field; allowed: {', '.join(sorted(known))}", "unknown_field")
         what = f"unknown policy {_shown(name)}" if is_given else "no policy and no budget; give either or both"
         raise CompressionError(f"{EXTRA_ARGS_KEY}.policy", f"{what}; allowed: {allowed}", "unknown_policy")
     if name == FULL:

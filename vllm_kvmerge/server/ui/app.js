@@ -22,7 +22,7 @@ const fields = request.elements;
 
 /** One column: its form, its answer, what is measured of it. */
 class Side {
-  constructor({ side, letter, policy = catalogue.recommended.known }, catalogue) {
+  constructor({ side, letter, policy }, catalogue) {
     this.side = side;
     this.letter = letter;
     this.root = byId("side").content.cloneNode(true).firstElementChild;
@@ -231,7 +231,7 @@ async function start() {
   const [config, catalogue] = await Promise.all([getJson("kvmerge/ui/config"), getJson("kvmerge/policies")]);
   byId("server").textContent = `version ${config.version}${config.demo ? ", demo model" : ""}`;
   if (config.demo) fields.kind.value = "completion";
-  const sides = SIDES.map((side) => new Side(side, catalogue));
+  const sides = SIDES.map((side) => new Side({ policy: catalogue.recommended.known, ...side }, catalogue));
   byId("sides").append(...sides.map(({ root }) => root));
   const policyForm = byId("side").content.querySelector("form").cloneNode(true);
   const contexts = new Contexts(byId("contexts"), policyForm, catalogue, fields);
