@@ -100,7 +100,9 @@ def test_both_answers_stream_and_memory_falls_where_a_cache_is_compressed(server
     assert compressed.locator(".answer").text_content() == answer["choices"][0]["text"]
     report = answer["kv_transfer_params"]["kvmerge"]
     assert report["peak_bytes"] == -(-2000 // 32) * BYTES_PER_BLOCK
-    assert compressed.locator("[data-figure=peak]").inner_text() == size(report["peak_bytes"])
+    # Side B may find the prompt's blocks of side A, which it cannot compress in place: seven more for a moment.
+    peaks = {size(report["peak_bytes"] + more * BYTES_PER_BLOCK) for more in (0, 7)}
+    assert compressed.locator("[data-figure=peak]").inner_text() in peaks
     assert int(compressed.locator("[data-figure='entries / head']").inner_text()) <= 200 + 32
     assert page.locator("#summary").inner_text().startswith("Mean KV cache after the prompt: A full: ")
     assert f"B keepkv 10%: {size(report['mean_bytes'])}" in page.locator("#summary").inner_text()

@@ -152,9 +152,8 @@ class Side {
 
   showEvents(events) {
     this.find(".events summary").textContent = `Compressions: ${events.length}`;
-    const list = this.find(".events ol");
-    if (!events.length) list.replaceChildren();
-    list.append(...events.slice(list.childElementCount).map((event) => element("li", {}, [describe(event)])));
+    // All of them again: the clocks' difference is known the better the longer the stream goes on.
+    this.find(".events ol").replaceChildren(...events.map((event) => element("li", {}, [describe(event)])));
   }
 }
 
