@@ -357,7 +357,7 @@ def chosen(rows: Sequence[Row], gpu: str, head_size: int) -> list[dict[str, Any]
     """A rule for each operator that several implementations of were measured, by the mean of their times' logarithms
     over the cases of all; one that was wrong anywhere is not chosen."""
     rules = []
-    for operator, parts in (("paged_attention", ("decode",)), ("merge_entries", ("merges", "compaction"))):
+    for operator, parts in (("paged_attention", ("decode",)),):
         found = [row for row in rows if row.operator == operator and row.part in parts]
         names = {row.implementation for row in found} & {"triton", "cuda"}
         names -= {row.implementation for row in found if not row.is_right}

@@ -50,23 +50,4 @@ struct AttendParams {
 // float32 rows of a large head are so many sums that a thread has no registers for more.
 constexpr int max_query_rows(int bits, int64_t head_size) { return bits == 32 && head_size > 128 ? 8 : kRows; }
 
-struct MergeParams {
-  const int64_t* addresses;                  // [layers, 6]: of each layer's planes, in the order of PagedKVCache
-  const int64_t* layer;                      // [sequence layers]
-  const int32_t *blocks, *destination;       // [sequence layers, ...]
-  const int64_t* segments;                   // [sequence layers, 3]: front, tail, seq_len
-  const int64_t* kept;                       // [heads, places]
-  const float *log_votes, *scores, *aux;     // [heads, places]
-  const int64_t* positions;                  // [heads, places]
-  const int64_t* places;                     // [heads, num_rows]
-  const float *keys, *values;                // [heads, num_rows, head_size], or null
-  int64_t blocks_row, destination_row;       // strides, in elements
-  int64_t cell_block, cell_head, cell_slot;  // of keys and of values, in bytes
-  int64_t plane_block, plane_head;           // of metadata, in elements
-  int heads, head_size, block_size, num_places, num_rows, capacity;
-  // Where heads have pages of their own: tables with a row for each sequence layer.
-  const int32_t *pages, *new_pages;          // in place of the blocks of fronts, and of `destination`; null: those
-  int num_layers;
-};
-
 }  // namespace kvmerge

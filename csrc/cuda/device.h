@@ -53,7 +53,6 @@ KVM_DEVICE T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 KVM_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
-KVM_DEVICE int shared_add(int* at, int x) { return atomicAdd(at, x); }
 
 KVM_DEVICE float exp2(float x) { return ::exp2f(x); }
 KVM_DEVICE float log2(float x) { return ::log2f(x); }
@@ -152,27 +151,6 @@ KVM_DEVICE uint32_t pack(float first, float second, Bf16) {
 KVM_DEVICE uint32_t pack(float first, float second, F16) {
   const __half2 pair = __floats2half2_rn(first, second);
   return *reinterpret_cast<const uint32_t*>(&pair);
-}
-KVM_DEVICE Chunk pack(const float (&x)[4], float) {
-  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
-}
-template <class T>
-KVM_DEVICE Chunk pack(const float (&x)[8], T) {
-  return make_uint4(pack(x[0], x[1], T()), pack(x[2], x[3], T()), pack(x[4], x[5], T()), pack(x[6], x[7], T()));
-}
-
-// Of global memory, which a compiler cannot tell of addresses that are read from it.
-KVM_DEVICE Chunk load_global(const void* from) {
-  Chunk x;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from)
-               : "memory");
-  return x;
-}
-KVM_DEVICE void store_global(void* to, Chunk x) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-               : "memory");
 }
 
 }  // namespace device

@@ -348,7 +348,6 @@ inline bool warp_any(bool x) {
   for (int i = 0; i < 32; ++i) any |= all[i];
   return any;
 }
-inline int shared_add(int* at, int x) { return __atomic_fetch_add(at, x, __ATOMIC_RELAXED); }
 
 inline float exp2(float x) { return std::exp2(x); }
 inline float log2(float x) { return std::log2(x); }
@@ -402,25 +401,6 @@ void unpack(float (&x)[kCount], Chunk chunk, T) {
   static_assert(sizeof elements == sizeof chunk, "");
   std::memcpy(elements, &chunk, sizeof chunk);
   for (int i = 0; i < kCount; ++i) x[i] = to_float(elements[i]);
-}
-template <class T, int kCount>
-Chunk pack(const float (&x)[kCount], T) {
-  T elements[kCount];
-  Chunk chunk;
-  static_assert(sizeof elements == sizeof chunk, "");
-  for (int i = 0; i < kCount; ++i) from_float(elements[i], x[i]);
-  std::memcpy(&chunk, elements, sizeof chunk);
-  return chunk;
-}
-inline Chunk load_global(const void* from) {
-  check_aligned(from, 16);
-  Chunk x;
-  std::memcpy(&x, from, sizeof x);
-  return x;
-}
-inline void store_global(void* to, Chunk x) {
-  check_aligned(to, 16);
-  std::memcpy(to, &x, sizeof x);
 }
 template <class T>
 uint32_t pack(float first, float second, T) {

@@ -5,7 +5,6 @@
 
 #include "attention.h"
 #include "divide.h"
-#include "merge.h"
 
 #if !defined(KVM_TARGETS)
 #define KVM_TARGETS "emulated"
@@ -73,20 +72,7 @@ Last finish_size(int head_size) {
   return head_size == 64 ? finish<64, T> : head_size == 128 ? finish<128, T> : finish<256, T>;
 }
 
-template <bool kPages>
-void start_merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int bytes, const Where& where) {
-  const Grid grid{num_rows, 1};
-  if (bits == 32) launch<Merge<float, kPages>>(grid, bytes, params, where.device, where.stream);
-  else if (is_bfloat16) launch<Merge<Bf16, kPages>>(grid, bytes, params, where.device, where.stream);
-  else launch<Merge<F16, kPages>>(grid, bytes, params, where.device, where.stream);
-}
-
 }  // namespace
-
-void merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int shared_bytes, const Where& where) {
-  const auto start = params.pages || params.new_pages ? start_merge<true> : start_merge<false>;
-  start(params, num_rows, is_bfloat16, bits, shared_bytes, where);
-}
 
 void divide(const DivideParams& params, const Where& where) {
   const Grid grid{(params.rows + Divide::kThreads - 1) / Divide::kThreads, 1};

@@ -7,7 +7,6 @@ namespace kvmerge {
 
 struct AttendParams;
 struct DivideParams;
-struct MergeParams;
 
 // Where something runs. stream: a cudaStream_t.
 struct Where {
@@ -24,9 +23,6 @@ void attend(const AttendParams& params, bool is_bfloat16, int bits, int head_siz
 
 // Shared memory of a block of `attend`, which may be more than a GPU has for one. pages: with tables.
 int attend_bytes(int query_rows, int bits, int head_size, bool pages);
-
-// Compactions of `num_rows` heads of sequence layers. shared_bytes: of one block.
-void merge(const MergeParams& params, int num_rows, bool is_bfloat16, int bits, int shared_bytes, const Where& where);
 
 // "emulated", or the compute capabilities that there is machine code for.
 const char* targets();

@@ -218,55 +218,6 @@ void call_attend(TensorView query, TensorView keys, TensorView values, TensorVie
   attend(p, code == kDLBfloat, type.bits, static_cast<int>(padded), arguments.where(stream));
 }
 
-void call_merge(TensorView keys, TensorView values, TensorView log_votes, TensorView addresses, TensorView layer,
-                TensorView blocks, MaybeTensor pages, MaybeTensor destination, MaybeTensor new_pages,
-                TensorView segments, TensorView kept, TensorView new_votes, TensorView new_scores, TensorView new_aux,
-                TensorView new_positions, TensorView places, MaybeTensor new_keys, MaybeTensor new_values,
-                int64_t capacity, int64_t shared_bytes, int64_t stream) {
-  const Arguments arguments(keys);
-  MergeParams p{};
-  set_cells(p, arguments, keys, values);
-  set_plane(p, arguments, "log_votes", log_votes, keys);
-  const int64_t seq_layers = layer.numel(), heads = seq_layers * p.heads;
-  p.addresses = arguments.get<const int64_t>("addresses", addresses, kDLInt, 64, {-1, 6});
-  p.layer = arguments.get<const int64_t>("layer", layer, kDLInt, 64, {seq_layers});
-  const auto block_ids = [&](const char* name, const TensorView& t, int64_t& row) {
-    const int32_t* found = arguments.get<const int32_t>(name, t, kDLInt, 32, {seq_layers, -1}, true);
-    KVM_CHECK(t.size(1) <= 1 || t.stride(1) == 1, ValueError) << "block ids must lie together";
-    row = t.stride(0);
-    return found;
-  };
-  p.blocks = block_ids("blocks", blocks, p.blocks_row);
-  KVM_CHECK(destination.has_value() != new_pages.has_value(), ValueError) << "places lie in blocks, or in pages";
-  if (destination.has_value()) p.destination = block_ids("destination", destination.value(), p.destination_row);
-  p.pages = arguments.maybe<const int32_t>("pages", pages, kDLInt, 32, {-1});
-  p.new_pages = arguments.maybe<const int32_t>("new_pages", new_pages, kDLInt, 32, {-1});
-  p.num_layers = static_cast<int>(addresses.size(0));
-  for (const MaybeTensor* t : {&pages, &new_pages})
-    KVM_CHECK(!t->has_value() || ((t->value().numel() - 1) % heads == 0 && t->value().numel() > 2 * heads), ValueError)
-        << "a table of pages has a list for each head";
-  p.segments = arguments.get<const int64_t>("segments", segments, kDLInt, 64, {seq_layers, 3});
-  p.kept = arguments.get<const int64_t>("kept", kept, kDLInt, 64, {heads, -1});
-  const int64_t num_places = kept.size(1);
-  p.log_votes = arguments.get<const float>("log_votes", new_votes, kDLFloat, 32, {heads, num_places});
-  p.scores = arguments.get<const float>("scores", new_scores, kDLFloat, 32, {heads, num_places});
-  p.aux = arguments.get<const float>("aux", new_aux, kDLFloat, 32, {heads, num_places});
-  p.positions = arguments.get<const int64_t>("positions", new_positions, kDLInt, 64, {heads, num_places});
-  p.places = arguments.get<const int64_t>("places", places, kDLInt, 64, {heads, -1});
-  const int64_t num_rows = places.size(1);
-  p.keys = arguments.maybe<const float>("keys", new_keys, kDLFloat, 32, {heads, num_rows, p.head_size});
-  p.values = arguments.maybe<const float>("values", new_values, kDLFloat, 32, {heads, num_rows, p.head_size});
-  p.num_places = static_cast<int>(num_places);
-  p.num_rows = static_cast<int>(num_rows);
-  p.capacity = static_cast<int>(capacity);
-  KVM_CHECK(capacity % 16 == 0 && capacity >= 16 * num_places && shared_bytes >= capacity + 4 * (3 * num_places + 1),
-            ValueError)
-      << "too little shared memory";
-  if (heads * num_places == 0) return;
-  merge(p, static_cast<int>(heads), keys.dtype().code == kDLBfloat, keys.dtype().bits, static_cast<int>(shared_bytes),
-        arguments.where(stream));
-}
-
 int64_t call_attend_bytes(int64_t query_rows, int64_t bits, int64_t padded, bool pages) {
   return attend_bytes(static_cast<int>(query_rows), static_cast<int>(bits), static_cast<int>(padded), pages);
 }
@@ -279,5 +230,4 @@ std::string call_targets() { return targets(); }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, kvmerge::call_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_bytes, kvmerge::call_attend_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(divide, kvmerge::call_divide);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, kvmerge::call_merge);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(targets, kvmerge::call_targets);

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.entries import gather_entries
 from tests.examples import examples
 from tests.ops.conftest import (
     NUM_BLOCKS,
@@ -37,14 +36,11 @@ from tests.ops.test_operators import test_attention_over_front_and_tail  # noqa:
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.arguments import kvmerge_engine_args
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.ops import (
     AttentionBatch,
     PagedKVCache,
-    Rows,
     ScoreMode,
     ScoreUpdate,
-    SequenceLayers,
     cell_bytes,
     choice,
     dispatch,
@@ -53,10 +49,7 @@ from vllm_kvmerge.ops import (
 from vllm_kvmerge.ops.cuda import backend
 from vllm_kvmerge.ops.cuda.plan import LEAST_ENTRIES, AttentionPlan
 from vllm_kvmerge.ops.pieces import Division
-from vllm_kvmerge.ops.types import PLANES
 from vllm_kvmerge.ops.workspace import Workspace
-from vllm_kvmerge.policies import CompressionContext
-from vllm_kvmerge.request.parameters import parse_compression
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -236,12 +229,6 @@ def test_nothing_is_asked_of_the_gpu(strict):
     batch = batch_of(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.LOG_EMA, 0.9)])
     with Watch(Watch.WAITS):
         strict.paged_attention(query, maker.pages, replace(batch, max_query_len=1), 0.1, query.clone())
-    s = sequences[0]
-    seq_layers = SequenceLayers.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
-    kept, planes = torch.arange(90).repeat(2, 1), torch.rand(3, 2, 90)
-    rows = Rows(kept[:, :2], torch.rand(2, 2, 64), None)
-    with Watch(Watch.WAITS):
-        strict.merge_entries(seq_layers, s.blocks[None, :6], kept, (*planes, kept), rows)
 
 
 @without_a_gpu
@@ -442,108 +429,6 @@ def test_one_list_of_pieces_serves_all_layers(strict, monkeypatch):
     assert [name for name, _ in called] == ["divide", "attend"]
 
 
-def random_merge(maker, sequence, num_places, kind):
-    """(kept, metadata, rows) for a sequence: most entries stay, some behind fill gaps, one place is emptied."""
-    g, heads, d, n = maker.generator, maker.num_kv_heads, maker.head_size, sequence.keys.shape[1]
-    order = torch.stack([torch.randperm(n - num_places, generator=g) for _ in range(heads)]) + num_places
-    kept = torch.arange(num_places).repeat(heads, 1)
-    kept[:, ::5] = order[:, : len(kept[0, ::5])]
-    kept[0] = torch.randperm(n, generator=g)[:num_places]  # anything anywhere
-    kept[:, 3] = -1
-    places = torch.tensor([0, 7, -1, 10, 20, num_places - 1, 5]).repeat(heads, 1)
-    keys, values = maker.randn(heads, 7, d), maker.randn(heads, 7, d)
-    rows = {
-        "moves": Rows(places[:, :0], keys[:, :0], values[:, :0]),
-        "nothing new": Rows(places, None, None),
-        "rows": Rows(places, keys, values),
-        "values": Rows(places, None, values),
-    }[kind]
-    planes = [maker.randn(heads, num_places) for _ in range(3)]
-    return kept, (*planes, torch.randint(0, 150, (heads, num_places), generator=g)), rows
-
-
-@pytest.mark.parametrize("kind", ["moves", "nothing new", "rows", "values"])
-@pytest.mark.parametrize(
-    ("dtype", "head_size", "block_size", "room"),
-    [(torch.float32, 48, 16, 0), (torch.bfloat16, 128, 32, 48 << 10), (torch.float16, 80, 24, 3 << 10)],
-)
-def test_merges_are_the_references(strict, monkeypatch, dtype, head_size, block_size, room, kind):
-    """Overlapping places, whole rows staged or a few columns at a time; two layers, whose sequences differ."""
-    monkeypatch.setattr("vllm_kvmerge.ops.cuda.merge.BYTES_STAGED", room)
-    makers = [CacheMaker(seed, 3, head_size, block_size, dtype) for seed in range(2)]
-    sequences = [makers[0].sequence(37, 100, 150), makers[1].sequence(50, 64, 101)]
-    parts = [random_merge(maker, s, 40, kind) for maker, s in zip(makers, sequences, strict=True)]
-    kept = torch.cat([part[0] for part in parts])
-    metadata = tuple(map(torch.cat, zip(*(part[1] for part in parts), strict=True)))
-    planes = zip(*(vars(part[2]).values() for part in parts), strict=True)
-    rows = Rows(*(None if plane[0] is None else torch.cat(plane) for plane in planes))
-    num_blocks = -(-40 // block_size)
-    blocks = torch.nn.utils.rnn.pad_sequence([s.blocks for s in sequences], batch_first=True)
-    destination = torch.stack([s.blocks[:num_blocks] for s in sequences])
-    destination[1] = makers[1].sequence(0, 0, 40).blocks  # copied, not changed in place
-    found = []
-    for operators in (reference, strict):
-        layers = []
-        for maker, s in zip(makers, sequences, strict=True):
-            pages = PagedKVCache.of(maker.cache.clone(), head_size)
-            slots = torch.tensor([*range(s.front), *range(s.tail, s.seq_len)])
-            block, offset = s.blocks[slots // block_size].long(), slots % block_size
-            for number, plane in enumerate((pages.scores, pages.aux)):
-                plane[block, :, offset] = torch.arange(3.0 * len(slots)).view(-1, 3).remainder(7 + number)
-            layers.append(pages)
-        bounds = torch.tensor([[s.front, s.tail, s.seq_len] for s in sequences])
-        before = [layer.values.clone() for layer in layers]
-        operators.merge_entries(
-            SequenceLayers(layers, torch.arange(2), blocks, bounds), destination, kept, metadata, rows
-        )
-        assert all(
-            not torch.equal(one.values.nan_to_num(), other.nan_to_num())
-            for one, other in zip(layers, before, strict=True)
-        )
-        found.append([(name, getattr(layer, name)) for layer in layers for name in PLANES])
-    for (name, one), (_, other) in zip(*found, strict=True):
-        torch.testing.assert_close(other.float(), one.float(), rtol=0, atol=0, equal_nan=True, msg=name)
-
-
-@pytest.mark.parametrize("policy", ["keepkv", "zsmerge", "weightedkv", "h2o"])
-def test_compactions_of_policies(strict, policy):
-    """What a policy makes of a cache, written in one launch and operator by operator."""
-    found = []
-    for operators in (reference, strict):
-        maker = CacheMaker(1, 2, 64, 16, torch.bfloat16)
-        s = maker.sequence(96, 128, 160)
-        maker.pages.scores.copy_(torch.rand(maker.pages.scores.shape, generator=maker.generator))
-        maker.pages.aux.copy_(torch.ones_like(maker.pages.aux))
-        seq_layers = SequenceLayers.of(maker.pages, s.blocks, 96, 128, 160)
-        entries = PagedEntries.gather(seq_layers)
-        context = CompressionContext.of_layer(entries, budget=96, num_tokens=160, at_prompt_end=False)
-        everything = {"merge_threshold": -1.0} if policy == "keepkv" else {}
-        config = parse_compression({"policy": policy, "budget": 96, **everything})
-        assert config is not None
-        update = config.policy.compress(entries, context).update
-        assert bool(update.merged.any()) == (policy != "h2o")
-        metadata = update.log_votes, update.scores, update.aux, update.positions
-        rows = Rows(update.changed, update.keys, update.values)
-        operators.merge_entries(seq_layers, s.blocks[None, :6], update.kept, metadata, rows)
-        found.append(gather_entries(maker.pages, s.blocks, 96, 96, 96))
-    for name in ("keys", "values", "log_votes", "scores", "aux", "positions"):
-        assert torch.equal(getattr(found[1], name), getattr(found[0], name)), name
-
-
-def test_merges_that_kernels_cannot_do_are_left_to_others(cuda, monkeypatch):
-    left = []
-    monkeypatch.setattr(reference, "merge_entries", lambda *args: left.append(args))
-    makers = [CacheMaker(0, 2, 64, 16, torch.float32), CacheMaker(0, 2, 64, 32, torch.float32)]
-    s = makers[0].sequence(0, 0, 40)
-    others = [maker.pages for maker in makers]
-    different = SequenceLayers(others, torch.zeros(1, dtype=torch.int64), s.blocks[None], torch.tensor([[0, 0, 40]]))
-    kept, rows = torch.arange(40).repeat(2, 1), Rows(torch.zeros(2, 0, dtype=torch.int64), None, None)
-    cuda.merge_entries(different, s.blocks[None], kept, (kept,) * 4, rows)
-    many = torch.zeros(2, 14000, dtype=torch.int64)
-    cuda.merge_entries(SequenceLayers.of(makers[0].pages, s.blocks, 0, 0, 40), s.blocks[None], many, (many,) * 4, rows)
-    assert len(left) == 2 and left[0][0] is different and left[1][2] is many
-
-
 # The table of choices
 
 
@@ -574,8 +459,7 @@ def test_cuda_can_be_chosen(cuda):
     try:
         ops.choose("cuda")
         chosen = ops.implementations(maker.pages)
-        assert {name for name in chosen if chosen[name] == "CUDA C++, emulated"} == {"paged_attention", "merge_entries"}
-        assert ops.implementation(maker.pages).endswith("merge_entries: CUDA C++, emulated")
+        assert {name for name in chosen if chosen[name] == "CUDA C++, emulated"} == {"paged_attention"}
         assert "paged_attention: CUDA C++, emulated" in ops.implementation(maker.pages)
         check_against_reference(ops, maker, [maker.sequence(40, 64, 99)], [1], [UPDATES[1]], 2)
     finally:
@@ -586,10 +470,10 @@ def test_cuda_can_be_chosen(cuda):
 def test_operators_can_be_overridden(cuda):
     maker = CacheMaker(0, 2, 64, 16, torch.float32)
     try:
-        ops.override({"merge_entries": "cuda", "gather_rows": "reference"})
+        ops.override({"paged_attention": "cuda", "gather_rows": "reference"})
         table = ops.implementations(maker.pages)
-        assert table["merge_entries"] == "CUDA C++, emulated" and table["gather_rows"].endswith("it was chosen")
-        assert not table["paged_attention"].startswith("CUDA")
+        assert table["paged_attention"] == "CUDA C++, emulated" and table["gather_rows"].endswith("it was chosen")
+        assert not table["merge_entries"].startswith("CUDA")
         with pytest.raises(
             ValueError, match="there is no operator 'softmax' to choose; allowed: fused_attention, gather"
         ):
@@ -642,7 +526,6 @@ KERNELS = {
     "Attend<Cores<Bf16, 128, 1>, 4, 3, false>": ["LDGSTS.E.BYPASS.LTC128B.128", "LDS.128"],
     "Finish<128, void>": [],
     "Divide": [],
-    "Merge<Bf16, false>": ["STG.E.128", "LDGSTS.E.BYPASS.LTC128B.128"],
 }  # fmt: skip
 """Some of the ops, and instructions that are meant to be in them."""
 
@@ -654,7 +537,7 @@ def check_compiled(kernels, target, folder):
     if compiler is None:
         pytest.skip("there is no nvcc")
     source, binary = folder / "ops.cu", folder / "ops.cubin"
-    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "divide", "merge")]
+    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "divide")]
     instances = [f"template __global__ void run_kernel<{kernel}>(const __grid_constant__ {kernel}::Params);"
                  for kernel in kernels]  # fmt: skip
     source.write_text("\n".join([*includes, "namespace kvmerge {", *instances, "}"]))

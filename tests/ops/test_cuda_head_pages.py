@@ -12,12 +12,11 @@ from tests.ops.conftest import Watch, cuda_on_gpu
 from tests.ops.on_gpu import OnGPU
 from tests.ops.test_cpu import TOLERANCE, relative_error
 from tests.ops.test_cuda import PLACES, check_compiled
-from tests.ops.test_head_pages import UPDATES, Scene, test_compaction  # noqa: F401
+from tests.ops.test_head_pages import UPDATES, Scene
 from vllm_kvmerge.ops import (
     AttentionBatch,
     HeadPages,
     PagedKVCache,
-    Rows,
     SequenceLayers,
     cell_bytes,
     reference,
@@ -87,13 +86,12 @@ def operators(request, monkeypatch):
     refusal = "vllm_kvmerge.ops.cuda.backend.fallback", lambda device: pytest.fail("the kernels did not run")
     monkeypatch.setattr(*refusal)
     there = WithTables(cuda, device)
-    own = {"paged_attention": there.paged_attention, "merge_entries": there.merge_entries}
-    return SimpleNamespace(**vars(reference) | own)
+    return SimpleNamespace(**vars(reference) | {"paged_attention": there.paged_attention})
 
 
 @pytest.fixture(params=[(16, torch.bfloat16), (48, torch.float16)], ids=str)
 def scene(request):
-    """For the tests imported above."""
+    """Of ``test_head_pages``."""
     return Scene.make(request.param[0], *request.param, tail_len=61)
 
 
@@ -242,59 +240,6 @@ def check_rows(operators, rows, dtype, groups, head_size, block_size, lens, mode
         assert torch.equal(one.aux, other.aux)
 
 
-NUM_PLACES, OLD_FRONT, TAIL, SEQ_LEN = 70, 90, 160, 190
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_size", "block_size", "room", "before", "after"),
-    [
-        (torch.bfloat16, 128, 32, 48 << 10, "pages", "pages"),
-        (torch.float32, 48, 16, 0, "pages", "pages"),
-        (torch.float16, 80, 24, 3 << 10, "blocks", "pages"),
-        (torch.bfloat16, 64, 16, 48 << 10, "pages", "blocks"),
-    ],
-    ids=str,
-)
-def test_compactions_are_the_references(operators, monkeypatch, dtype, head_size, block_size, room, before, after):
-    """Two layers of three, dead entries among those that are kept, places that overlap, heads that are not written."""
-    monkeypatch.setattr("vllm_kvmerge.ops.cuda.merge.BYTES_STAGED", room)
-    pool = Pool(head_size, head_size, block_size, dtype, num_blocks=60)
-    seq_layer, heads = torch.tensor([2, 0]), 2 * HEADS
-    blocks = pool.blocks(pool.count(SEQ_LEN)).repeat(2, 1)  # of one sequence
-    # Pages that entries leave, and those that they come to: some the same in another order, none of another head.
-    old_fronts = torch.tensor([[90, 33], [0, 51]])
-    new_fronts = torch.tensor([[70, 0], [70, 17]])
-    width = pool.count(OLD_FRONT)
-    old, new = pool.pages(pool.blocks(12))[: 2 * heads * width].view(2, 2, HEADS, width)
-    new[..., :2] = old[..., 1:3]
-    new[1, 1, 0] = old[1, 1, 0]  # so that entries may stay
-    new[0, 1] = old[0, 0]  # not to be written
-    old[torch.arange(width) * block_size >= old_fronts.unsqueeze(2)] = 1 << 29  # no page
-    kept = torch.stack([torch.randperm(OLD_FRONT + SEQ_LEN - TAIL, generator=pool.generator) for _ in range(heads)])
-    kept = kept[:, :NUM_PLACES].contiguous()
-    kept[:, ::9] = -1
-    kept[3, 1:40:3] = torch.arange(1, 40, 3)
-    planes = [pool.randn(heads, NUM_PLACES) for _ in range(3)]
-    metadata = (*planes, torch.randint(0, SEQ_LEN, (heads, NUM_PLACES), generator=pool.generator))
-    places = torch.tensor([69, 0, 16, -1, 33]).repeat(heads, 1)
-    rows = Rows(places, pool.randn(heads, 5, head_size), None if room == 0 else pool.randn(heads, 5, head_size))
-    segments = torch.tensor([[OLD_FRONT, TAIL, SEQ_LEN]] * 2)
-    found = []
-    for module in (reference, operators):
-        layers = pool.copy()
-        pages = HeadPages(layers, old, old_fronts) if before == "pages" else None
-        to = HeadPages(layers, new, new_fronts) if after == "pages" else blocks[:, : pool.count(NUM_PLACES)]
-        module.merge_entries(SequenceLayers(layers, seq_layer, blocks, segments, pages), to, kept, metadata, rows)
-        found.append(layers)
-    changed = 0
-    for one, other, start in zip(*found, pool.layers, strict=True):
-        for name in PLANES:
-            theirs, ours, was = (getattr(layer, name).float() for layer in (one, other, start))
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=name)
-            changed += int((ours != was).sum())
-    assert changed > 0
-
-
 def test_layers_that_lie_differently_are_left_to_others(cuda, monkeypatch):
     """Pages are found by the distance of their layer."""
     left = []
@@ -330,7 +275,6 @@ KERNELS = {
         "LDGSTS.E.BYPASS.LTC128B.128", "HMMA.16816.F32.BF16", "LDSM.16.M",
     ],
     "Finish<256, float>": ["LDG.E.128"],
-    "Merge<Bf16, true>": ["STG.E.128", "LDGSTS.E.BYPASS.LTC128B.128"],
 }  # fmt: skip
 """Some of the kernels, and instructions that are meant to be in them."""
 

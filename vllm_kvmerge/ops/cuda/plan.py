@@ -18,9 +18,6 @@ LEAST_ENTRIES = 256
 BLOCKS = 2
 """Blocks of attention on a multiprocessor: as many as an H200's shared memory has room for, of a head size of 128."""
 
-BYTES_STAGED = 48 << 10
-"""What a block of a compaction holds of keys or values at a time, unless it has more than 3,072 places."""
-
 EMULATED_MULTIPROCESSORS = 8
 
 
@@ -37,11 +34,6 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 163 << 10
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
-def merge_bytes(capacity: int, num_places: int) -> int:
-    """Bytes of shared memory of a block of a compaction: what it stages, then its lists (csrc/cuda/merge.h)."""
-    return capacity + 4 * (3 * num_places + 1)
 
 
 @dataclass(frozen=True)
