@@ -1,220 +1,415 @@
-"""Every policy on everything that the demo model can do: ``python benchmarks/leaderboard.py``.
+"""Policies on real language models: ``python benchmarks/leaderboard.py [RUN ...]``.
 
-Runs ``configs/eval/leaderboard.yaml`` (goes on where an earlier run stopped), measures the time to the first token with
-each policy, and writes docs/leaderboard.md, its plot, and the table that requests without a policy are answered by
-(vllm_kvmerge/request/recommended.json). Scores of a budget are means over tasks, with 95% intervals by bootstrap over
-samples; held is what requests' caches were measured to hold while they generate, as a share of the full cache.
+Adds runs of ``vllm-kvmerge eval`` (their folders, named like their configurations: eval-results/real-screen) sample by
+sample to benchmarks/results/real_scores.json, and writes docs/leaderboard.md, and the table that requests without a
+policy are answered by (vllm_kvmerge/request/recommended.json), from all that is there.
+
+A policy's score is the mean over tasks of its share of the full cache's score, where that has 0.6 at least. Intervals
+of 95% by bootstrap over each task's samples; differences from the best are paired, and corrected for their number
+(Holm). The default of a case is the policy with the highest score at the budget that ranks, unless policies that read
+the prompt once are level with it: then the best of those.
 """
 
 import argparse
 import json
-import os
-import sys
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from context_cost import seconds_to_first_token
-from report import machine
+from numpy.typing import NDArray
 
-from vllm_kvmerge import demo
-from vllm_kvmerge.cli import main as command
-from vllm_kvmerge.evaluation.config import EvalConfig, read_config
+from vllm_kvmerge.evaluation.comparison import bootstrap_p_value, holm
+from vllm_kvmerge.evaluation.config import EvalConfig, TaskEntry, read_config
 from vllm_kvmerge.evaluation.results import Result, RunFolder
-from vllm_kvmerge.evaluation.summary import bootstrap_interval
+from vllm_kvmerge.evaluation.runner import cells_of as eval_cells
+from vllm_kvmerge.evaluation.tasks.repetition import repetition
 from vllm_kvmerge.policies.allocators import Uniform
-from vllm_kvmerge.request.parameters import FULL, CompressionConfig, parse_compression
-from vllm_kvmerge.request.recommended import TABLE, Measured
+from vllm_kvmerge.request.parameters import FULL, parse_compression
+from vllm_kvmerge.request.recommended import TABLE, Case, Measured, Recommendations
 
 ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs/eval/leaderboard.yaml"
-PAGE, PLOT = ROOT / "docs/leaderboard.md", ROOT / "docs/images/leaderboard.svg"
-UNSEEN, SEEN = "unseen", "seen"
-TITLES = {UNSEEN: "The question comes later", SEEN: "The question is known"}
+SCORES, PAGE = ROOT / "benchmarks/results/real_scores.json", ROOT / "docs/leaderboard.md"
+TITLES: dict[Case, str] = {"known": "The question is known", "later": "The question comes later"}
+LEAST = 0.6
+"""Of the full cache's score, for a task that counts."""
 DECIDING = 0.25
 """The budget that ranks."""
+RUNS = {
+    "real-known": "",
+    "real-later": "",
+    "real-held-out": "## Held out\n\nTasks that took no part in any choice.",
+    "real-screen": "## The screen\n\nEvery selection on 6 prompts of each task, by the rule in [its "
+    "configuration](../configs/eval/real-screen.yaml): what decides which policies are measured closely.",
+}
+"""Runs that the page shows, and what it says of them."""
+PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
+    "known": {"adakv": (78.4, 82.6), "snapkv": (74.3, 78.8)},
+    "later": {
+        "kvzip": (95.0, 95.2),
+        "expected_attention": (88.3, 75.9),
+        "compactor allocator=adaptive": (76.5, 83.1),
+        "keydiff": (64.4, 72.9),
+        "snapkv": (33.1, 43.4),
+    },
+}
+"""kvpress's public leaderboard, Qwen3 8B and Llama 3.1 8B: RULER of 4,096 tokens, 13 tasks, a quarter kept, 2026-11."""
+READS_TWICE = "reconstruction"
+"""The tracker for which a prompt is read again."""
+RESAMPLES = 4000
 
 
-def needs(config: CompressionConfig) -> str | None:
-    """Says what a server has to have for a policy that not all servers have."""
-    if config.policy.tracker.predicts_scores:
-        return "a KVzap model"
-    return "hidden states" if config.policy.tracker.normalizes else None
+INTRODUCTION = f"""# Leaderboard
+
+Policies on a real language model, and what a request without a policy gets. Measure your own model the same way:
+
+```sh
+.venv/bin/vllm-kvmerge eval configs/eval/real-screen.yaml --output eval-results/real-screen
+.venv/bin/python benchmarks/leaderboard.py eval-results/real-screen
+```
+
+Scores are shares of the full cache's, means over the tasks for which it gets at least 0.6, with 95% intervals
+(bootstrap over prompts). Columns behind the budgets are of a budget of {DECIDING}: right answers of each task,
+*held*, the bytes of the cache while a request generates, of the full cache's, as measured where a context has been
+compressed before its question (elsewhere a prompt is held whole until its end), and *loops*, answers in which more
+than half of the 4-grams occurred before. **Bold**: the best, and what is not told from it (paired, after Holm). The
+question is in what is compressed, or it comes after the context has been compressed, as where many questions are
+asked about one document. All holds on these models and tasks; others rank otherwise. All samples:
+[real_scores.json](../benchmarks/results/real_scores.json).
+"""
 
 
-def rows_of(config: EvalConfig, results: list[Result], first_tokens: dict[str, float], mode: str) -> list[Measured]:
-    """Of the questions of one mode, and of text, which has none; best overall first. Only what every task has
-    answered."""
-    of_mode = [entry for entry in config.tasks if config.is_question_agnostic(entry) == (mode == UNSEEN)]
-    tasks = [entry.label for entry in of_mode if entry.task.higher_is_better]
-    texts = [entry.label for entry in config.tasks if not entry.task.higher_is_better]
-    by_cell: dict[tuple[str, float | None], dict[str, dict[int, Result]]] = defaultdict(lambda: defaultdict(dict))
-    for result in results:
-        if result.task in (*tasks, *texts):
-            by_cell[result.policy, result.budget][result.task][result.sample] = result
-    full = by_cell[FULL, None]
-    rows = []
-    for policy in config.policies:
-        score, held, text = {}, {}, {}
-        deciding = str(1.0 if policy.name == FULL else DECIDING)
-        for budget in [None] if policy.name == FULL else config.budgets:
-            cell = by_cell[policy.label, budget]
-            samples = sorted(set.intersection(*(set(cell[task]) & set(full[task]) for task in tasks)))
-            if not samples:
-                continue
-            means = [float(np.mean([cell[task][one].score for task in tasks])) for one in samples]
-            score[str(budget or 1.0)] = (float(np.mean(means)), *bootstrap_interval(means))
-            shares = [cell[t][i].mean_bytes / full[t][i].mean_bytes for t in tasks for i in samples]  # type: ignore[operator]
-            held[str(budget or 1.0)] = float(np.mean(shares))
-            changes = [one.score - full[task][index].score for task in texts for index, one in cell[task].items()]
-            text[str(budget or 1.0)] = float(np.exp(-np.mean(changes)))
-        if deciding in score:
-            parsed = parse_compression(policy.compression(DECIDING, None)) if policy.name != FULL else None
-            row = Measured(
-                label=policy.label,
-                parameters={} if parsed is None else policy.parameters,
-                uneven=parsed is not None and parsed.policy.allocator.name != Uniform.name,
-                needs=None if parsed is None else needs(parsed),
-                score=score,
-                held=held,
-                first_token=first_tokens[policy.label],
-                text=text,
-                overall=(len(tasks) * score[deciding][0] + text[deciding]) / (len(tasks) + 1),
-            )
-            rows.append(row)
-    return sorted(rows, key=lambda row: -row.overall)
+@dataclass(frozen=True)
+class Cell:
+    """scores: by sample. loops: samples in whose answers more than half of the 4-grams have occurred before."""
+
+    run: str
+    model: str
+    task: str
+    case: Case
+    policy: str
+    parameters: dict[str, Any]
+    budget: float | None
+    scores: dict[int, float]
+    bytes: float
+    loops: list[int]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.run, self.model, self.task, self.case, self.policy, self.budget
+
+    def with_more(self, other: "Cell") -> "Cell":
+        """And those samples of ``other`` that are not here."""
+        new = other.scores.keys() - self.scores.keys()
+        mean = (len(self.scores) * self.bytes + len(new) * other.bytes) / (len(self.scores) + len(new))
+        loops = [*self.loops, *(sample for sample in other.loops if sample in new)]
+        return replace(self, scores=other.scores | self.scores, bytes=round(mean), loops=loops)
 
 
-def measure_first_tokens(config: EvalConfig, context: int, repeats: int) -> dict[str, float]:
-    """Each policy's time to first token where a context is compressed before its question, over a plain request's."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
+def task_of(entry: TaskEntry) -> str:
+    if path := getattr(entry.task, "path", None):
+        return Path(path).stem
+    return f"{entry.task.name.removeprefix('ruler_')} {getattr(entry.task, 'length', '')}".rstrip()
 
-    from vllm_kvmerge import kvmerge_engine_args
 
-    llm = LLM(
-        **kvmerge_engine_args(
-            model=demo.model_path(),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=2 * context + 150,
-            kv_cache_memory_bytes=1 << 28,
-            additional_config={"kvmerge": {"max_compaction_seconds": 600, "kvzap": demo.kvzap_path()}},
-        )
-    )
-    prompt = np.random.default_rng(0).integers(19, 780, context + 20).tolist()
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for turn in range(repeats + 1):  # the first does not count
-        plain: list[float] = []
+def case_of(config: EvalConfig, entry: TaskEntry) -> Case:
+    return "later" if config.is_question_agnostic(entry) else "known"
+
+
+def config_of(run: Path) -> EvalConfig:
+    return read_config(ROOT / f"configs/eval/{run.name}.yaml", {})
+
+
+def cells_of(path: Path) -> Iterator[Cell]:
+    """What a run has measured."""
+    config = config_of(path)
+    with RunFolder(path, config.identity()) as folder:
+        results = folder.results
+    for entry in config.tasks:
         for policy in config.policies:
-            fields = {"policy": FULL} if policy.name == FULL else policy.parameters | {"budget": DECIDING}
-            assert llm.reset_prefix_cache()
-            seconds = seconds_to_first_token(llm, prompt, context, fields)
-            plain += [seconds] if policy.name == FULL else []
-            if turn:
-                ratios[policy.label].append(seconds / plain[0])
-    llm.llm_engine.engine_core.shutdown()
-    return {label: float(np.median(some)) for label, some in ratios.items()}
+            for budget in config.budgets_of(policy):
+                found = [r for r in results if (r.task, r.policy, r.budget) == (entry.label, policy.label, budget)]
+                if found:
+                    yield Cell(
+                        run=path.name,
+                        model=Path(config.model).name,
+                        task=task_of(entry),
+                        case=case_of(config, entry),
+                        policy=policy.label,
+                        parameters={} if policy.name == FULL else policy.parameters,
+                        budget=budget,
+                        scores={r.sample: round(r.score, 4) for r in sorted(found, key=lambda r: r.sample)},
+                        bytes=round(float(np.mean([r.mean_bytes for r in found if r.mean_bytes is not None] or [0.0]))),
+                        loops=[r.sample for r in found if repetition(r.prediction, 4) > 0.5],
+                    )
 
 
-def write_page(tables: dict[str, list[Measured]], config: EvalConfig, num_samples: int, context: int) -> None:
-    texts = [
-        "# Leaderboard",
-        "",
-        "```\n.venv/bin/python benchmarks/leaderboard.py\n```",
-        "",
-        f"Every policy as it comes, on the [demo model](demo-model.md) in float32: {num_samples} prompts of 1,024 "
-        "tokens for each of three tasks (one fact of 16, several facts, chains of variables), in two cases that are "
-        "never mixed. Scores are shares of right answers, means over the tasks with 95% intervals. *Text*: perplexity "
-        "of 64 tokens of plain text after 768 with the full cache, over that with the policy. *Overall*: the mean of "
-        f"the three tasks and text at a budget of {DECIDING}, by which policies are ranked. *Held*: bytes of the cache "
-        "while a request generates, as measured, of the full cache's. *First token*: time to it where "
-        f"{context:,} tokens are compressed before a question of 20 follows, over that of a plain request. RULER's "
-        "texts are English, which this model does not know. A cache of 8 bits, alone and compressed: "
-        "[eight bits](quality/eight-bits.md). On this model.",
-        "",
-        f"![Scores against budgets](images/{PLOT.name})",
-        "",
+def load() -> list[Cell]:
+    if not SCORES.exists():
+        return []
+    rows = json.loads(SCORES.read_text())
+    return [Cell(**{**row, "scores": {int(key): value for key, value in row["scores"].items()}}) for row in rows]
+
+
+def unpack(cells: Iterable[Cell], path: Path) -> None:
+    """What a run needs to go on: which samples have been answered."""
+    config = config_of(path)
+    known = {(cell.task, cell.case, cell.policy, cell.budget): cell for cell in cells if cell.run == path.name}
+    with RunFolder(path, config.identity()) as folder:
+        for cell in eval_cells(config):
+            found = known.get((task_of(cell.entry), case_of(config, cell.entry), cell.policy.label, cell.budget))
+            for sample, score in found.scores.items() if found else ():
+                folder.add(
+                    Result(
+                        cell=cell.key,
+                        task=cell.entry.label,
+                        policy=cell.policy.label,
+                        budget=cell.budget,
+                        sample=sample,
+                        seed=config.seed,
+                        score=score,
+                        prediction="",
+                        references=[],
+                        prompt_tokens=0,
+                        mean_entries=None,
+                        mean_bytes=None,
+                        peak_entries=None,
+                        peak_bytes=None,
+                        seconds=0.0,
+                    )
+                )
+
+
+def save(cells: Iterable[Cell]) -> None:
+    SCORES.write_text("[\n" + ",\n".join(json.dumps(vars(cell)) for cell in cells) + "\n]\n")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy in one case of one run. draws: resampled scores by budget, the same samples for all policies."""
+
+    policy: str
+    parameters: dict[str, Any]
+    by_task: dict[tuple[float | None, str], float]
+    score: dict[float | None, float]
+    draws: dict[float | None, NDArray[np.float64]]
+    held: dict[float | None, float]
+    loops: dict[float | None, float]
+
+    def interval(self, budget: float | None) -> tuple[float, float, float]:
+        low, high = np.quantile(self.draws[budget], (0.025, 0.975))
+        return self.score[budget], float(low), float(high)
+
+    @property
+    def reads_twice(self) -> bool:
+        return bool(self.parameters) and self._parsed.policy.tracker.name == READS_TWICE
+
+    @property
+    def uneven(self) -> bool:
+        return bool(self.parameters) and self._parsed.policy.allocator.name != Uniform.name
+
+    @property
+    def _parsed(self) -> Any:
+        return parse_compression(self.parameters | {"budget": DECIDING})
+
+
+def rows_of(cells: Iterable[Cell]) -> tuple[list[str], list[Row]]:
+    """The tasks that count, and the policies that all of them have, best first."""
+    by_policy: dict[str, dict[tuple[str, float | None], Cell]] = defaultdict(dict)
+    for cell in cells:
+        by_policy[cell.policy][cell.task, cell.budget] = cell
+    full = {task: cell for (task, _), cell in by_policy.get(FULL, {}).items()}
+    tasks = [task for task, cell in full.items() if np.mean(list(cell.scores.values())) >= LEAST]
+    rows = []
+    for policy, found in by_policy.items():
+        budgets = sorted({budget for _, budget in found}, key=lambda one: -(one or 1.0))
+        row = Row(policy, next(iter(found.values())).parameters, {}, {}, {}, {}, {})
+        for budget in budgets:
+            if any((task, budget) not in found for task in tasks):
+                continue
+            means, draws, held = [], [], []
+            for task in tasks:
+                cell = found[task, budget]
+                samples = sorted(cell.scores.keys() & full[task].scores.keys())
+                scores = np.array([cell.scores[one] for one in samples])
+                whole = np.mean([full[task].scores[one] for one in samples])
+                drawn = np.random.default_rng(zlib.crc32(task.encode())).integers(
+                    0, len(samples), (RESAMPLES, len(samples))
+                )
+                row.by_task[budget, task] = float(scores.mean())
+                means.append(scores.mean() / whole)
+                draws.append(scores[drawn].mean(1) / whole)
+                held.append(cell.bytes / full[task].bytes)
+            row.score[budget], row.draws[budget] = float(np.mean(means)), np.mean(draws, 0)
+            row.held[budget] = float(np.mean(held))
+            cells_at = [found[task, budget] for task in tasks]
+            row.loops[budget] = float(np.mean([len(cell.loops) / len(cell.scores) for cell in cells_at]))
+        if row.score:
+            rows.append(row)
+    return tasks, sorted(rows, key=lambda row: -max(row.score.get(DECIDING, 0.0), row.score.get(None, 0.0)))
+
+
+def level_with_best(rows: list[Row]) -> set[str]:
+    """Policies whose difference from the best, which is among them, is not told from 0."""
+    ranked = [row for row in rows if DECIDING in row.score]
+    others = [bootstrap_p_value(np.sort(ranked[0].draws[DECIDING] - row.draws[DECIDING])) for row in ranked[1:]]
+    return {ranked[0].policy} | {
+        row.policy for row, p in zip(ranked[1:], holm(others), strict=True) if p > 0.05 or row.score == ranked[0].score
+    }
+
+
+def ranked_for_default(rows: list[Row]) -> list[Row]:
+    """By score, behind the default."""
+    level, ranked = level_with_best(rows), [row for row in rows if DECIDING in row.score]
+    chosen = next((row for row in ranked if row.policy in level and not row.reads_twice), ranked[0])
+    return [chosen, *(row for row in ranked if row is not chosen)]
+
+
+def table(tasks: list[str], rows: list[Row], has_held: bool) -> list[str]:
+    level = level_with_best(rows)
+    budgets = sorted({budget for row in rows for budget in row.score if budget}, reverse=True)
+    names = [task.removesuffix(" 2048") for task in tasks]
+    columns = ["policy", *map(str, budgets), *names, *["held"] * has_held, "loops"]
+    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    for row in rows:
+        at = None if row.policy == FULL else DECIDING
+        if at not in row.score:
+            continue
+        scores = [
+            "1.00" if at is None else "{:.2f} ({:.2f} to {:.2f})".format(*row.interval(b)) if b in row.score else ""
+            for b in budgets
+        ]
+        parts = [f"{row.by_task[at, task]:.2f}" for task in tasks]
+        parts += [f"{row.held[at]:.2f}"] * has_held + [f"{row.loops[at]:.2f}"]
+        name = f"**{row.policy}**" if row.policy in level else row.policy
+        lines.append(f"| {name} | " + " | ".join([*scores, *parts]) + " |")
+    return lines
+
+
+def deciding_cells(cells: Iterable[Cell], case: Case) -> list[Cell]:
+    """The run of the case; until there is one, the screen."""
+    of_case = [cell for cell in cells if cell.case == case]
+    run = next(run for run in (f"real-{case}", "real-screen") if any(cell.run == run for cell in of_case))
+    return [cell for cell in of_case if cell.run == run]
+
+
+def recommended(tables: dict[Case, tuple[list[str], list[Row]]], cells: list[Cell]) -> Recommendations:
+    cases: dict[Case, list[Measured]] = {}
+    held = {row.policy: row.held.get(DECIDING, 1.0) for row in tables["later"][1]}
+    for case, (_, rows) in tables.items():
+        ranked = ranked_for_default(rows)
+        even = [row for row in ranked if not row.uneven]
+        cases[case] = [
+            Measured(
+                label=row.policy,
+                parameters=row.parameters,
+                uneven=row.uneven,
+                rereads=row.reads_twice,
+                score={str(b): tuple(round(x, 3) for x in row.interval(b)) for b in row.score if b},  # type: ignore[misc]
+                held=round(held[row.policy], 3),
+            )
+            for row in ranked
+            if row in ranked[:6] or row in even[:3]  # of each kind that is asked for
+        ]
+    tasks = [task.split()[0] for task in tables["known"][0]]
+    samples = min(len(cell.scores) for cell in cells)
+    return Recommendations(model=cells[0].model, tasks=tasks, samples=samples, budget=DECIDING, cases=cases)
+
+
+def page(cells: list[Cell], found: Recommendations) -> str:
+    by_run: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        by_run[cell.run, cell.model].append(cell)
+    lines = [INTRODUCTION, *defaults(found)]
+    for run, heading in RUNS.items():
+        for (name, model), some in by_run.items():
+            if name != run:
+                continue
+            lines += [heading, ""] if heading else []
+            for case, title in TITLES.items():
+                of_case = [cell for cell in some if cell.case == case]
+                if not of_case:
+                    continue
+                tasks, rows = rows_of(of_case)
+                samples = sorted({len(cell.scores) for cell in of_case})
+                mark = "##" if not heading else "###"
+                lines += [f"{mark} {title}: {model}, {' to '.join(map(str, {samples[0], samples[-1]}))} prompts", ""]
+                lines += [*table(tasks, rows, case == "later"), ""]
+    return "\n".join([*lines, *order(cells)])
+
+
+def defaults(found: Recommendations) -> list[str]:
+    """What a request without a policy gets."""
+    asked: list[tuple[str, Case, bool]] = [
+        ('`{"budget": 0.25}`', "known", False),
+        ("with `context_tokens`, or `context_messages` of a chat", "later", False),
+        ('with `"reuse": "turns"`, of those that read what they compress once', "later", True),
     ]
-    for mode, rows in tables.items():
-        texts += [f"## {TITLES[mode]}", ""]
-        texts += ["| policy | overall | " + " | ".join(map(str, config.budgets)) + " | text | held | first token |"]
-        texts += ["|---|" + "---:|" * (len(config.budgets) + 4)]
-        for row in rows:
-            cells = [row.score.get(str(budget), row.score.get("1.0")) for budget in config.budgets]
-            scores = ["" if one is None else "{:.2f} ({:.2f} to {:.2f})".format(*one) for one in cells]
-            held = row.held.get(str(DECIDING), 1.0)
-            text = row.text.get(str(DECIDING), 1.0)
-            last = [f"{text:.2f}", f"{held:.2f}", f"{row.first_token:.2f}"]
-            texts.append(f"| {row.label} | {row.overall:.3f} | " + " | ".join([*scores, *last]) + " |")
-        texts.append("")
-    texts += [
+    lines = [
         "## What a request without a policy gets",
         "",
-        f'`{{"budget": {DECIDING}}}` alone takes the best of these overall that every server can run, told by '
-        "whether the question comes later (`context_tokens`, or `context_messages` of a chat) and whether heads must "
-        "have even budgets (`allocator: uniform`). `vllm-kvmerge policies --recommend` prints the table that decides.",
+        "| request | policy | with `allocator: uniform` |",
+        "|---|---|---|",
+    ]
+    for request, case, once in asked:
+        best, even = (found.best(case, even, once).label for even in (False, True))
+        lines.append(f"| {request} | `{best}` | `{even}` |")
+    return [
+        *lines,
+        "",
+        "The best of the case, unless policies that read the prompt once are level with it: then the best of those.",
         "",
     ]
-    PAGE.write_text("\n".join(texts))
 
 
-def draw(tables: dict[str, list[Measured]], config: EvalConfig, best: int = 8) -> None:
-    """The best policies of each case, and the full cache."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(tables), figsize=(12, 4.5), sharey=True, layout="constrained")
-    for axis, (mode, rows) in zip(axes, tables.items(), strict=True):
-        for row in [row for row in rows if row.label != FULL][:best]:
-            budgets = [budget for budget in config.budgets if str(budget) in row.score]
-            means, lows, highs = np.array([row.score[str(budget)] for budget in budgets]).T
-            error = [np.maximum(means - lows, 0), np.maximum(highs - means, 0)]
-            axis.errorbar(budgets, means, yerr=error, label=row.label, marker="o", markersize=3, capsize=2)
-        for full in (row.score["1.0"][0] for row in rows if row.label == FULL):
-            axis.axhline(full, color="black", linestyle="--", linewidth=1, label=FULL)
-        axis.set(xscale="log", title=TITLES[mode], xlabel="budget", xticks=config.budgets, xticklabels=config.budgets)
-        axis.minorticks_off()
-        axis.legend(fontsize="x-small")
-    axes[0].set_ylabel("share of answers that are right")
-    matplotlib.rcParams["svg.hashsalt"] = "leaderboard"
-    figure.savefig(PLOT, metadata={"Date": None})
-
-
-def recommended(tables: dict[str, list[Measured]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The best rows of each case, for budgets that may differ between heads and for even ones."""
-    for mode, rows in tables.items():
-        usable = [row for row in rows if row.parameters and str(DECIDING) in row.score]
-        for kind, some in (("uneven", usable), ("even", [row for row in usable if not row.uneven])):
-            yield f"{mode}, {kind}", [row.model_dump() for row in some[:6]]
+def order(cells: list[Cell]) -> list[str]:
+    """The same policies on the public leaderboard of kvpress, whose models and tasks are others."""
+    lines = [
+        "## Beside the public leaderboard",
+        "",
+        "kvpress's, RULER of 4,096 tokens, all 13 tasks, a quarter kept, for Qwen3 8B and Llama 3.1 8B, percent; here",
+        "the score above, percent of the full cache's. Models, tasks and settings are others: what can be compared is",
+        "the order.",
+        "",
+        "| policy | case | Qwen3 8B | Llama 3.1 8B | here |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for case, theirs in PUBLIC.items():
+        ours = {row.policy: row.score.get(DECIDING) for row in rows_of(deciding_cells(cells, case))[1]}
+        for policy, (qwen, llama) in theirs.items():
+            found = ours.get(policy)
+            here = "" if found is None else f"{100 * found:.0f}"
+            lines.append(f"| {policy} | {TITLES[case].lower()} | {qwen} | {llama} | {here} |")
+    return [*lines, ""]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, help="default: the configuration's")
-    parser.add_argument("--context", type=int, default=4000, help="tokens, for the time to the first token")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("eval-results/leaderboard"), metavar="DIR")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
+    parser.add_argument(
+        "--unpack",
+        action="store_true",
+        help="write what is there of a run into its folder, which has to be a new one, "
+        "so that vllm-kvmerge eval goes on with it",
+    )
     arguments = parser.parse_args()
-    samples = [] if arguments.samples is None else ["--samples", str(arguments.samples)]
-    if status := command(["eval", str(CONFIG), "--output", str(arguments.output), *samples]):
-        sys.exit(status)
-    config = read_config(CONFIG, {"samples": arguments.samples})
-    with RunFolder(arguments.output, config.identity()) as folder:
-        results = folder.results
-    measured = arguments.output / "first_tokens.json"
-    if not measured.exists():
-        measured.write_text(json.dumps(measure_first_tokens(config, arguments.context, arguments.repeats)))
-    first_tokens = json.loads(measured.read_text())
-    tables = {mode: rows_of(config, results, first_tokens, mode) for mode in TITLES}
-    write_page(tables, config, config.samples, arguments.context)
-    draw(tables, config)
-    found = {"samples": config.samples, "budget": DECIDING, "cases": dict(recommended(tables)), "machine": machine()}
-    TABLE.write_text(json.dumps(found, indent=1) + "\n")
+    cells = load()
+    if arguments.unpack:
+        return unpack(cells, *arguments.runs)
+    by_key = {cell.key: cell for cell in cells}
+    for path in arguments.runs:
+        for cell in cells_of(path):
+            by_key[cell.key] = by_key[cell.key].with_more(cell) if cell.key in by_key else cell
+    cells = list(by_key.values())
+    save(cells)
+    deciding = [cell for case in TITLES for cell in deciding_cells(cells, case)]
+    tables = {case: rows_of(cell for cell in deciding if cell.case == case) for case in TITLES}
+    found = recommended(tables, deciding)
+    PAGE.write_text(page(cells, found))
+    TABLE.write_text(found.model_dump_json(indent=1) + "\n")
 
 
 if __name__ == "__main__":

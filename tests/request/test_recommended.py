@@ -9,41 +9,47 @@ from tests.request.test_limits import LIMITS
 from vllm_kvmerge.request.parameters import CompressionError, compression, field_schema, parse_compression
 from vllm_kvmerge.request.recommended import recommendations
 
-CASES = {
-    "seen, uneven": {"budget": 0.25},
-    "unseen, uneven": {"budget": 0.25, "context_tokens": 100},
-    "seen, even": {"budget": 0.25, "allocator": "uniform"},
-    "unseen, even": {"budget": 0.25, "context_tokens": 100, "allocator": "uniform"},
-}
+CASES = [
+    ("known", False, {"budget": 0.25}),
+    ("later", False, {"budget": 0.25, "context_tokens": 100}),
+    ("later", False, {"budget": 0.25, "context_messages": 1}),
+    ("known", True, {"budget": 0.25, "allocator": "uniform"}),
+    ("later", True, {"budget": 0.25, "context_tokens": 100, "allocator": "uniform"}),
+]
 
 
-IN_MESSAGES = {"unseen, uneven": {"budget": 0.25, "context_messages": 1}}
+def test_a_chat_gets_what_later_turns_need_and_reads_nothing_twice():
+    best = recommendations().best("later", once=True)
+    assert (
+        not best.rereads
+        and parse_compression({"budget": 512, "reuse": "turns"}).policy
+        == parse_compression(best.parameters | {"budget": 512}).policy
+    )
 
 
-@pytest.mark.parametrize(("case", "asked"), [*CASES.items(), *IN_MESSAGES.items()])
-def test_a_request_without_a_policy_gets_the_best_for_its_case(case, asked):
-    config, best = parse_compression(asked), recommendations().best(case)
-    decode = {"decode": "grow"} if case.startswith("unseen") else {}
+@pytest.mark.parametrize(("case", "even", "asked"), CASES)
+def test_a_request_without_a_policy_gets_the_best_for_its_case(case, even, asked):
+    config, best = parse_compression(asked), recommendations().best(case, even)
+    decode = {"decode": "grow"} if case == "later" else {}
     assert config == parse_compression(decode | best.parameters | asked).model_copy(update={"text": config.text})
     assert config.parameters["policy"] == best.parameters["policy"] and config.budget == 0.25
     # Workers and schedulers parse the text again.
     assert parse_compression(config.text) == config
-    assert (config.policy.allocator.name == "uniform") or "uneven" in case
+    assert config.policy.allocator.name == "uniform" or not even
 
 
-def test_the_table_ranks_by_score_and_lists_what_servers_lack():
+def test_the_table_has_policies_for_every_case():
     found = recommendations()
-    assert set(found.cases) == set(CASES)
-    for case, rows in found.cases.items():
-        overall = [row.overall for row in rows]
-        assert overall == sorted(overall, reverse=True)
+    assert set(found.cases) == {"known", "later"}
+    for rows in found.cases.values():
         assert all(low <= mean <= high for row in rows for mean, low, high in row.score.values())
-        assert found.best(case).needs is None
+        assert any(not row.uneven for row in rows)
         for row in rows:
             config = parse_compression(row.parameters | {"budget": 0.5})
-            tracker = config.policy.tracker
-            assert (row.needs is not None) == (tracker.predicts_scores or tracker.normalizes)
-            assert "uneven" in case or config.policy.allocator.name == "uniform"
+            assert row.rereads == config.policy.tracker.repeats_context
+            assert row.uneven == (config.policy.allocator.name != "uniform")
+            # Every server can run it.
+            assert not config.policy.tracker.predicts_scores and not config.policy.tracker.normalizes
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,7 @@ def test_what_is_refused(asked, message):
 def test_the_documented_field_allows_both():
     schema = field_schema()
     text = jsonschema.Draft202012Validator(_local(schema))
-    for asked in (*CASES.values(), {"policy": "snapkv"}, {"policy": "full"}):
+    for asked in (*(asked for _, _, asked in CASES), {"policy": "snapkv"}, {"policy": "full"}):
         assert text.is_valid(asked)
     for wrong in ({}, {"context_tokens": 5}, {"policy": "h3o", "budget": 0.5}, {"budget": -1}):
         assert not text.is_valid(wrong)

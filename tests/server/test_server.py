@@ -232,11 +232,11 @@ def test_contexts_are_repeated_with_prompts_of_the_models_words(server):
 
 def test_a_budget_alone_takes_the_best_measured_policy_and_names_it(server):
     asks = {"max_tokens": 8, "ignore_eos": True, "vllm_xargs": {"kvmerge_usage": 1}}
-    for case, asked in {"seen, uneven": {}, "unseen, even": {"context_tokens": 960, "allocator": "uniform"}}.items():
-        best = recommendations().best(case).parameters
+    later = {"context_tokens": 960, "allocator": "uniform"}
+    for best, asked in (recommendations().best("known"), {}), (recommendations().best("later", even=True), later):
         answer = server.complete(long_prompt(12, 1000), kv_compression={"budget": 0.25, **asked}, **asks)
         report = answer["kv_transfer_params"]["kvmerge"]
-        assert {name: report["kv_compression"][name] for name in best} == best
+        assert {name: report["kv_compression"][name] for name in best.parameters} == best.parameters
         assert report["mean_entries"] < 0.25 * 1000 + 40 + 8 + 32
 
 

@@ -9,6 +9,8 @@ from vllm_kvmerge.errors import CommandError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from vllm_kvmerge.request.recommended import Case
+
 
 def run(argv: list[str]) -> int:
     """Prints a table of the presets, or all about those presets and parts that are named, or with ``--json`` the
@@ -81,11 +83,9 @@ def _about(name: str, catalogue: dict[str, Any]) -> "list[Table]":
 WIDTH_OF_INTERVALS = 110
 """Columns of a terminal from which the table shows intervals, too."""
 
-CASES = {
-    "unseen, uneven": "the question comes later (context_tokens, context_messages)",
-    "unseen, even": "the question comes later, heads have even budgets (allocator: uniform)",
-    "seen, uneven": "the question is known",
-    "seen, even": "the question is known, heads have even budgets (allocator: uniform)",
+CASES: "dict[Case, str]" = {
+    "known": "The question is known",
+    "later": "The question comes later (context_tokens, context_messages)",
 }
 
 
@@ -102,24 +102,25 @@ def recommend(as_json: bool) -> int:
     # In a narrow terminal figures would be broken into pieces.
     form = "{:.0f} ({:.0f}-{:.0f})" if console.width >= WIDTH_OF_INTERVALS else "{:.0f}"
     tables = []
-    for case, rows in found.cases.items():
-        best, budgets = found.best(case), [budget for budget in rows[0].score if float(budget) < 1]
-        table = table_of(f"{CASES[case].capitalize()}: {best.label}", "policy", "overall", *budgets, "text", "held")
+    for case, title in CASES.items():
+        rows = found.cases[case]
+        best, even = found.best(case), found.best(case, even=True)
+        title += f": {best.label}" + (f"; with allocator uniform {even.label}" if best != even else "")
+        budgets = sorted(rows[0].score, key=float, reverse=True)
+        table = table_of(title, "policy", *budgets, "held")
         table.columns[0].no_wrap = False
         for column in table.columns[1:]:
             column.no_wrap = True
         for row in rows:
-            scores = (form.format(*(100 * x for x in row.score[budget])) for budget in budgets)
-            label = f"{row.label}, with {row.needs}" if row.needs else row.label
-            at = str(found.budget)
-            table.add_row(label, f"{row.overall:.3f}", *scores, f"{row.text[at]:.2f}", f"{row.held[at]:.2f}")
+            scores = (
+                form.format(*(100 * x for x in row.score[budget])) if budget in row.score else "" for budget in budgets
+            )
+            table.add_row(row.label, *scores, f"{row.held:.2f}")
         tables.append(table)
     tables[-1].caption = (
-        "Answers that are right on the demo model, %, with 95% interval where there is room, "
-        f"{found.samples} prompts of each task. Text: "
-        f"perplexity with the full cache over that with the policy, at {found.budget}. Overall: mean of three tasks "
-        f"and text at {found.budget}; the best that every server can run is taken. Held: bytes of the cache, of the "
-        "full one's. Measure your own model: docs/leaderboard.md."
+        f"Scores of {found.model}, % of the full cache's, by budget, with 95% intervals where there is room: means of "
+        f"{', '.join(found.tasks)}, {found.samples} prompts each. Held: bytes of the cache at {found.budget}, of the "
+        "full one's. Other models rank otherwise: docs/leaderboard.md says how to measure yours."
     )
     console.print(*tables, sep="\n")
     return 0

@@ -147,21 +147,26 @@ class EngineBackend:
         limit = engine.vllm_config.scheduler_config.max_num_seqs
         waiting, number = iter(requests), 0
         running: dict[str, tuple[K, Request, float]] = {}
+        prompt, first = None, None
         try:
             while True:
-                fresh = list(islice(waiting, limit - len(running)))
-                for key, request in fresh:
+                # A new prompt's first request is alone until the prompt is computed; the others find it in the cache.
+                while first is None and len(running) < limit and (fresh := next(waiting, None)) is not None:
+                    key, request = fresh
                     name, number = str(number), number + 1
                     try:
                         self._add(name, request)
-                        running[name] = key, request, time.monotonic()
                     except (ValueError, VLLMClientError) as error:
                         yield key, RequestError(str(error))
+                        continue
+                    running[name] = key, request, time.monotonic()
+                    if request.token_ids != prompt:
+                        prompt, first = request.token_ids, name
                 if not running:
-                    if not fresh:
-                        return
-                    continue  # all were refused
+                    return
                 for output in engine.step():
+                    if output.request_id == first:
+                        first = None
                     if output.finished:
                         key, request, started = running.pop(output.request_id)
                         yield key, _read_output(output, request, time.monotonic() - started)

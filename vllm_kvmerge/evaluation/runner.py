@@ -152,9 +152,9 @@ def run(
 ) -> Run:
     """Answers what ``folder`` does not hold yet, and adds it there.
 
-    Samples come one after the other, each under all policies and budgets: prompts are found in the prefix cache, and a
-    run that is stopped early has about as many samples of every cell. notify: is called after each sample with the
-    number that are done, that of all, and the failure, if it was one.
+    First come the first samples of all tasks, each under all policies and budgets: prompts are found in the prefix
+    cache, and a run that is stopped early has about as many samples of every cell. notify: is called after each sample
+    with the number that are done, that of all, and the failure, if it was one.
 
     Raises:
         CommandError: nothing can be run like this. Whatever else ends a run early is in the result.
@@ -168,11 +168,11 @@ def run(
     total = sum(outcome.sizes[cell.entry.label] for cell in cells)
 
     def pending() -> Iterator[tuple[tuple[Cell, int], Request]]:
-        for entry in config.tasks:
-            for index, prompt in enumerate(prompts[entry.label]):
-                for cell in cells:
-                    if cell.entry is entry and (cell.key, index) not in answered:
-                        yield (cell, index), prompt.request(cell)
+        for index in range(max(outcome.sizes.values())):
+            for cell in cells:
+                drawn = prompts[cell.entry.label]
+                if index < len(drawn) and (cell.key, index) not in answered:
+                    yield (cell, index), drawn[index].request(cell)
 
     notify(len(answered), total, None)
     if len(answered) < total:

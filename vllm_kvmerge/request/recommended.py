@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
@@ -12,24 +12,24 @@ from vllm_kvmerge.policies.allocators import Uniform
 
 TABLE = Path(__file__).with_name("recommended.json")
 
+Case = Literal["known", "later"]
+"""Whether the question is in what is compressed, or comes later."""
+
 
 class Measured(BaseModel):
-    """A policy's figures in one case. needs: what not every server has; None: nothing. score: mean and its 95%
-    interval, by budget. held: bytes of the cache, of the full one's, by budget. first_token: seconds to it, over a
-    plain request's, where a context is compressed before its question. text: perplexity of plain text with the
-    full cache, over that with the policy, by budget. overall: what ranks, mean of all tasks at one budget."""
+    """A policy's figures in one case. uneven: whether heads have budgets of their own. rereads: whether the model reads
+    what is compressed a second time. score: share of the full cache's
+    score and its 95% interval, by budget. held: bytes of the cache, of the full one's, at the budget that ranks, once a
+    context has been compressed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     label: str
     parameters: dict[str, Any]
     uneven: bool
-    needs: str | None
+    rereads: bool
     score: dict[str, tuple[float, float, float]]
-    held: dict[str, float]
-    first_token: float
-    text: dict[str, float]
-    overall: float
+    held: float
 
 
 class Recommendations(BaseModel):
@@ -37,14 +37,15 @@ class Recommendations(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    model: str
+    tasks: list[str]
     samples: int
     budget: float
-    cases: dict[str, list[Measured]]
-    machine: dict[str, Any]
+    cases: dict[Case, list[Measured]]
 
-    def best(self, case: str) -> Measured:
-        """Of the policies that every server can run."""
-        return next(one for one in self.cases[case] if one.needs is None)
+    def best(self, case: Case, even: bool = False, once: bool = False) -> Measured:
+        """even: of those whose heads have even budgets. once: of those that read what they compress once."""
+        return next(one for one in self.cases[case] if not (even and one.uneven) and not (once and one.rereads))
 
 
 @cache
@@ -53,16 +54,14 @@ def recommendations() -> Recommendations:
     return read_table(TABLE, TypeAdapter(Recommendations))
 
 
-def case_of(data: Mapping[str, Any]) -> str:
-    """The case that a request's ``kv_compression`` is: whether its question comes later, and whether heads may have
-    budgets of their own."""
-    contexts = (data.get("context_tokens"), data.get("context_messages"))
-    later = "seen" if contexts == (None, None) else "unseen"
-    return f"{later}, {'even' if data.get('allocator') == Uniform.name else 'uneven'}"
-
-
 def with_policy(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data``, which names no policy, with the best one for its case. What follows a context is kept whole."""
-    case = case_of(data)
-    decode = {"decode": "grow"} if case.startswith("unseen") else {}
-    return {**decode, **recommendations().best(case).parameters, **data}
+    """``data``, which names no policy, with the best one for its case. What follows a context is kept whole.
+
+    A chat that goes on from what its last turn has left asks later questions too, and would be read again every turn.
+    """
+    has_context = (data.get("context_tokens"), data.get("context_messages")) != (None, None)
+    is_chat = data.get("reuse") is not None
+    case: Case = "later" if has_context or is_chat else "known"
+    decode = {"decode": "grow"} if has_context else {}
+    best = recommendations().best(case, even=data.get("allocator") == Uniform.name, once=is_chat)
+    return {**decode, **best.parameters, **data}

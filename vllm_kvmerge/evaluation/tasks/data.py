@@ -48,7 +48,7 @@ def read_rows(field: str, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_texts(field: str, path: str, column: str = "text") -> list[str]:
-    """The text of the file that the option ``field`` names; of JSON lines the one that each has in ``column``."""
+    """The text of the file that the option ``field`` names; of JSON lines the one that each has in ``column``, once."""
     if Path(path).suffix != ".jsonl":
         return [read_text(field, path)]
     texts = []
@@ -56,7 +56,7 @@ def read_texts(field: str, path: str, column: str = "text") -> list[str]:
         if not isinstance(row.get(column), str):
             raise ValueError(f"{place}: no object with a text in {column}")
         texts.append(row[column])
-    return texts
+    return list(dict.fromkeys(texts))
 
 
 def choose(items: Sequence[T], count: int | None, rng: random.Random) -> list[T]:
