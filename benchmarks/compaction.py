@@ -14,12 +14,124 @@ from time import perf_counter
 import torch
 from report import Spread, save, time_of
 from rich.progress import track
+from torch import Tensor
 
-from vllm_kvmerge.evaluation.attention import LayerTrace, TracedSequence
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
+from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compression import score_update
+from vllm_kvmerge.evaluation.summary import print_table
+from vllm_kvmerge.ops import (
+    NO_UPDATE,
+    AttentionBatch,
+    PagedKVCache,
+    cell_bytes,
+    paged_attention,
+    score_prompt_queries,
+    write_tokens,
+)
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.rotation import Rotation
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
+
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """Inputs of an attention layer: queries ``[T, H * G, d]``, keys and values ``[T, H, d]``; output_weights:
+    ``[H, G, hidden, d]``."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    output_weights: Tensor
+    scale: float
+    rotation: Rotation
+
+
+class TracedSequence:
+    """One document's keys and values in a cache of its own, computed token by token as a server would."""
+
+    def __init__(self, layers: list[LayerTrace], dtype: torch.dtype) -> None:
+        self.layers, self.dtype = layers, dtype
+        num_tokens, num_kv_heads, head_size = layers[0].keys.shape
+        shape = (-(-num_tokens // BLOCK_SIZE), num_kv_heads, BLOCK_SIZE, cell_bytes(head_size, dtype) // dtype.itemsize)
+        self.caches = [PagedKVCache.of(torch.zeros(shape, dtype=dtype), head_size) for _ in layers]
+        self.blocks = torch.arange(shape[0], dtype=torch.int32)
+        self.num_tokens = self.front = self.tail = 0
+        self.compactor = Compactor(
+            self.caches,
+            layers[0].scale,
+            list(range(num_kv_heads)),
+            output_weights=lambda i: layers[i].output_weights,
+            rotation=layers[0].rotation,
+        )
+
+    def write(self, count: int) -> slice:
+        """Stores the keys and values of the next ``count`` tokens; returns which they are."""
+        new = slice(self.num_tokens, self.num_tokens + count)
+        slots = torch.arange(new.start, new.stop)
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            write_tokens(cache, slots, layer.keys[new].to(self.dtype), layer.values[new].to(self.dtype))
+        self.num_tokens = new.stop
+        return new
+
+    def attend(self, new: slice, config: CompressionConfig | None = None) -> list[Tensor]:
+        """Each layer's attention output for these newest tokens, ``[q, H * G, d]``; scores as the policy keeps them."""
+        tracked = config is not None and config.tracks_decode and self.front > 0
+        update = score_update(config) if tracked and config is not None else NO_UPDATE
+        count = new.stop - new.start
+        batch = AttentionBatch.single(self.blocks, count, self.num_tokens, self.front, self.tail, update)
+        outputs = []
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            query = layer.queries[new].to(self.dtype)
+            outputs.append(torch.empty_like(query))
+            paged_attention(query, cache, batch, layer.scale, outputs[-1])
+        return outputs
+
+    def compress(self, config: CompressionConfig, budget: int) -> None:
+        """Compresses the cache to ``budget`` entries, in the blocks where it lies."""
+        covered = self.num_tokens if config.decode == "bounded" or self.front == 0 else self.tail
+        capacity = config.policy.capacity(budget)
+        num_entries = self.front + covered - self.tail
+        new_front = num_entries if capacity is None else min(num_entries, capacity)
+        plan = CompressionPlan(
+            request_id="",
+            compression="",
+            front=self.front,
+            tail=self.tail,
+            num_tokens=covered,
+            budget=budget,
+            new_front=new_front,
+            blocks=self.blocks[: -(-new_front // BLOCK_SIZE)].tolist(),
+            num_computed=self.num_tokens,
+        )
+        ring = self._ring(config.policy.query_window)
+        compaction = Compaction(plan, config.policy, self.blocks, self._prompt_scores(config), ring)
+        self.compactor.run([compaction])
+        self.front, self.tail = new_front, covered
+
+    def _prompt_scores(self, config: CompressionConfig) -> PromptScores | None:
+        if self.front > 0 or not config.prompt_window:
+            return None
+        window = self.num_tokens if config.prompt_window == "all" else min(config.prompt_window, self.num_tokens)
+        scores = PromptScores.empty(len(self.layers), self.layers[0].keys.shape[1], self.num_tokens)
+        for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
+            query = layer.queries[self.num_tokens - window : self.num_tokens].to(self.dtype)
+            statistics = scores.scores[index], scores.aux[index]
+            score_prompt_queries(query, cache, self.blocks, score_update(config), layer.scale, *statistics)
+        return scores
+
+    def _ring(self, window: int) -> QueryRing | None:
+        if window == 0:
+            return None
+        num_heads, head_size = self.layers[0].queries.shape[1:]
+        ring = QueryRing.empty(len(self.layers), window, num_heads, head_size, self.dtype)
+        for index, layer in enumerate(self.layers):
+            newest = layer.queries[max(0, self.num_tokens - window) : self.num_tokens]
+            ring.write(index, newest.to(self.dtype), self.num_tokens)
+        return ring
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.summary import print_table
 from vllm_kvmerge.ops import PagedKVCache, cell_bytes, cpu
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.cost import Cost, CostShape, Rates, measure_rates

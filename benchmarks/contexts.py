@@ -24,7 +24,7 @@ from sides import ModelShape, Run, Side
 from turns import Case, take_turns, wait
 from vllm_side import CLOCKS, vllm_side
 
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.summary import print_table
 
 STOCK, PLAIN = "stock vLLM", "plain"
 FLOAT32 = 2

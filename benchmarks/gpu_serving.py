@@ -34,7 +34,7 @@ from sides import ModelShape, Run, Side
 from turns import Case, ratios, spread, wait
 from vllm_side import BLOCK_SIZE, vllm_side
 
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.summary import print_table
 from vllm_kvmerge.policies import PRESETS
 
 SHAPES = {

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 
-def build(spec: Any, kvzap: str) -> Any:
+def build(spec: Any, kvzap: str | None) -> Any:
     """A press from ``{"press": class, field: value, ...}``; values may be presses, and the one that a field called
     ``press`` is to hold is called ``inner``. kvzap: folder of the model's KVzap model."""
     import kvpress
@@ -36,7 +36,7 @@ def build(spec: Any, kvzap: str) -> Any:
 
 
 class Model:
-    def __init__(self, path: str, kvzap: str) -> None:
+    def __init__(self, path: str, kvzap: str | None) -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -55,8 +55,8 @@ class Model:
         self, prompt: list[int], compressed: int, max_tokens: int, press: dict[str, Any] | None
     ) -> tuple[list[int], str]:
         """As kvpress's pipeline: a press is applied while the first tokens are read, and what follows keeps its
-        position. What is read after compression is read token by token: where layers keep different numbers of
-        entries, the mask of a longer part has the first layer's size. Returns the answer, and ``kept``."""
+        position. Where layers keep different numbers of entries, what is read after compression is read token by
+        token: the mask of a longer part has the first layer's size. Returns the answer, and ``kept``."""
         import torch
         from transformers import DynamicCache
 
@@ -88,8 +88,9 @@ class Model:
             if name != "PrefillDecodingPress":
                 applied.close()  # KVzip compresses now, others have done so
             kept = self.kept(model, cache, [keys[layer] for layer in range(len(keys))])
-            for place in range(compressed, len(prompt)):
-                token = read([prompt[place]], place)
+            one_by_one = name == "PyramidKVPress"
+            for place in range(compressed, len(prompt), 1 if one_by_one else len(prompt)):
+                token = read(prompt[place : place + 1] if one_by_one else prompt[place:], place)
             tokens.append(token)
             while len(tokens) < max_tokens and token not in ends:
                 token = read([token], len(prompt) + len(tokens) - 1)

@@ -2,7 +2,8 @@
 
 PYTHON is that of an environment made from ``requirements-kvpress.txt``. Both sides answer greedily in float32, with the
 same number of entries per KV head, and each method's parameters are given to both so that both compute the same; what
-could not be made equal is said below the table. ``aware``: the whole prompt is compressed, its question included.
+could not be made equal is said below the table. With ``--own`` both have their own settings instead, at the same number
+of entries. ``aware``: the whole prompt is compressed, its question included.
 ``agnostic``: the context alone is, and the question is read after that, as kvpress's pipeline does.
 
 A row agrees if the 95% interval of the scores' difference, prompt by prompt, holds 0. Kept alike: entries (layer, KV
@@ -28,12 +29,13 @@ from report import save
 
 from vllm_kvmerge import demo, ops
 from vllm_kvmerge.evaluation.backends import Answer, EngineBackend, Request, load_tokenizer
-from vllm_kvmerge.evaluation.config import EngineOptions, EvalConfig, TaskEntry
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.config import EngineOptions, EvalConfig, TaskEntry, read_config
 from vllm_kvmerge.evaluation.runner import Prompt, draw_prompts
-from vllm_kvmerge.evaluation.summary import bootstrap_interval, wilson_interval
+from vllm_kvmerge.evaluation.summary import bootstrap_interval, print_table, wilson_interval
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.policies.trackers import REPEAT, RESUME, ReconstructionTracker
+
+CONFIG = Path(__file__).parents[1] / "configs/eval/kvpress-demo.yaml"
 
 WINDOW = 16
 """Queries that vote, and newest entries that stay, where a method has such a window."""
@@ -226,6 +228,35 @@ METHODS = {
 """Those that kvpress 0.5.5 has, but for its variants of these, and none that is not here."""
 
 
+def over(press: str, inner: Callable[[int, int], dict[str, Any]], **fields: Any) -> Callable[[int, int], Any]:
+    return lambda kept, tokens: {"press": press, "inner": inner(kept, tokens)} | fields
+
+
+def kvzip_press(kept: int, tokens: int) -> dict[str, Any]:
+    return {"press": "KVzipPress", "compression_ratio": 1 - (kept - 0.001) / tokens}
+
+
+OWN = {
+    "full": METHODS["full"],
+    "streaming_llm": Method({"policy": "streaming_llm"}, scorer("StreamingLLMPress")),
+    "knorm": Method({"policy": "knorm"}, scorer("KnormPress")),
+    "keydiff": Method({"policy": "keydiff"}, scorer("KeyDiffPress")),
+    "tova": Method({"policy": "tova"}, scorer("TOVAPress")),
+    "h2o": Method({"policy": "h2o"}, scorer("ObservedAttentionPress")),
+    "snapkv": Method({"policy": "snapkv"}, scorer("SnapKVPress")),
+    "pyramidkv": Method({"policy": "pyramidkv"}, scorer("PyramidKVPress")),
+    "adakv": Method({"policy": "adakv"}, over("AdaKVPress", scorer("SnapKVPress"))),
+    "criticalkv": Method({"policy": "criticalkv"}, over("CriticalKVPress", scorer("SnapKVPress"))),
+    "expected_attention": Method({"policy": "expected_attention"}, scorer("ExpectedAttentionPress")),
+    "expected_attention, adaptive": Method(
+        {"policy": "expected_attention", "allocator": "adaptive"}, over("AdaKVPress", expected_press)
+    ),
+    "compactor": Method({"policy": "compactor"}, scorer("CompactorPress")),
+    "kvzip": Method({"policy": "kvzip"}, kvzip_press),
+}
+"""The same methods as either side has them."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean with its 95% confidence interval."""
@@ -304,7 +335,7 @@ class Side:
 
 
 def sides_of_kvpress(
-    python: str, model: str, kvzap: str, jobs: Sequence[Job], tokenizer: Any, processes: int
+    python: str, model: str, kvzap: str | None, jobs: Sequence[Job], tokenizer: Any, processes: int
 ) -> tuple[list[Side], dict[str, str]]:
     """And versions; each process has a share of the jobs."""
     command = [python, str(Path(__file__).parent / "kvpress_answers.py")]
@@ -333,10 +364,10 @@ def sides_of_kvpress(
     return sides, results[0]["versions"]
 
 
-def sides_of_ours(model: str, kvzap: str, jobs: Sequence[Job], tokenizer: Any) -> list[Side]:
+def sides_of_ours(model: str, kvzap: str | None, jobs: Sequence[Job], tokenizer: Any) -> list[Side]:
     # KVzip's repetition lies behind the context, and a prompt that asks for it between them.
     longest = 2 * max(job.prompt.length for job in jobs) + 64
-    options = EngineOptions(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=256 << 20, kvzap=kvzap)
+    options = EngineOptions(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2 << 30, kvzap=kvzap)
     backend = EngineBackend(model, options)
     backend.start(longest, with_logprobs=False)
     from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
@@ -472,34 +503,24 @@ def show(rows: Sequence[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvpress", metavar="PYTHON", required=True, help="of an environment with kvpress")
-    parser.add_argument("--model", default="demo", help="folder of a model that kvpress knows, such as a Llama")
-    parser.add_argument("--kvzap", default="demo", help="folder of the model's KVzap model")
-    parser.add_argument("--tasks", nargs="+", default=["demo_recall", "demo_multikey"], help="of vllm-kvmerge eval")
-    parser.add_argument("--questions", nargs="+", default=["aware", "agnostic"], choices=["aware", "agnostic"])
-    parser.add_argument("--length", type=int, default=1024, help="of each task")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="of vllm-kvmerge eval: the model and the prompts")
+    parser.add_argument("--own", action="store_true", help="both sides' own settings")
+    parser.add_argument("--kvzap", help="folder of the model's KVzap model; the demo model has one")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.2], help="shares of what is compressed")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--methods", nargs="+", choices=sorted(METHODS | OWN), metavar="METHOD", help="default: all")
+    parser.add_argument("--samples", type=int, help="default: the configuration's")
     parser.add_argument("--processes", type=int, default=1, help="of kvpress's side, a prompt at a time each")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kvpress_scores.json"))
     arguments = parser.parse_args()
-    config = EvalConfig.model_validate(
-        {
-            "model": arguments.model,
-            "policies": ["full"],
-            "tasks": [
-                {"task": task, "length": arguments.length, "question_agnostic": question == "agnostic"}
-                for task in arguments.tasks
-                for question in arguments.questions
-            ],
-            "samples": arguments.samples,
-            "seed": arguments.seed,
-        }
-    )
+    if arguments.own:
+        METHODS.clear()
+        METHODS.update(OWN)
+    arguments.methods = arguments.methods or list(METHODS)
+    config = read_config(arguments.config, {"samples": arguments.samples})
     tokenizer = load_tokenizer(config.model_path)
     jobs = draw_jobs(arguments, config, tokenizer)
-    given = config.model_path, demo.kvzap_path() if arguments.kvzap == "demo" else arguments.kvzap, jobs, tokenizer
+    kvzap = arguments.kvzap or (demo.kvzap_path() if config.model == "demo" else None)
+    given = config.model_path, kvzap, jobs, tokenizer
     theirs, versions = sides_of_kvpress(arguments.kvpress, *given, arguments.processes)
     rows = compare(jobs, sides_of_ours(*given), theirs)
     compared = {

@@ -18,7 +18,7 @@ from sides import ModelShape, Run
 from turns import Case, ratios, spread, take_turns
 from vllm_side import CLOCKS, vllm_side
 
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.summary import print_table
 
 
 @dataclass(frozen=True)

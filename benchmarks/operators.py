@@ -26,7 +26,7 @@ from torch import Tensor
 from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.summary import print_table
 from vllm_kvmerge.ops import (
     AttentionBatch,
     PagedKVCache,

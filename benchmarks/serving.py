@@ -21,7 +21,7 @@ from sides import ModelShape, Run
 from turns import Case, ratios, spread, take_turns
 from vllm_side import vllm_side
 
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.summary import print_table
 
 EMPTY = "empty cache"
 FEW_TOKENS = 8

@@ -33,7 +33,7 @@ from report import save
 from sides import GUARD
 from traffic import Outcome, Traffic
 
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.summary import print_table
 
 MIB = 1 << 20
 VLLM_COMMAND = Path(__file__).with_name("vllm_command.py")

@@ -29,7 +29,7 @@ from vllm_side import CLOCKS, plugin_engine
 
 from vllm_kvmerge.engine import scheduler
 from vllm_kvmerge.engine.worker.compactor import Compaction
-from vllm_kvmerge.evaluation.options import print_table
+from vllm_kvmerge.evaluation.summary import print_table
 
 POLICIES = [
     *("snapkv", "keydiff", "adakv", "pyramidkv", "expected_attention", "zsmerge", "weightedkv", "asymkv", "kvmerger"),

@@ -91,14 +91,6 @@ def test_memory_pressure(tmp_path):
 
 
 @pytest.mark.benchmarks
-def test_longrun(tmp_path, cases):
-    sizes = ("--lengths", "100", "200", "--tokens", "40", "--budget", "64", "--policies", "keepkv")
-    some = rows(tmp_path / "l.json", "longrun.py", *sizes)
-    assert [(row["case"], row["length"]) for row in some] == [(case, length) for case in cases for length in (100, 200)]
-    assert all(row["latency_ms"]["median"] > 0 for row in some)
-
-
-@pytest.mark.benchmarks
 def test_contexts(tmp_path):
     sizes = (
         "--documents",
@@ -124,32 +116,3 @@ def test_contexts(tmp_path):
     # All but the last question, and the last token of the answer before it; without reuse, no answer is found.
     assert again["tokens_found"]["median"] == pytest.approx((2 * 80 - 1) / (3 * 80 - 16))
     assert again["tokens_found"]["median"] > alone["tokens_found"]["median"]
-
-
-@pytest.mark.benchmarks
-def test_long_prompts(tmp_path):
-    options = ("--lengths", "600", "1200", "--plain", "600", "--pool", "512", "--budget", "128", "--chunk", "128")
-    shape = ("--layers", "1", "--heads", "2", "--kv-heads", "1", "--width", "64", "--policies", "snapkv")
-    some = rows(tmp_path / "l.json", "long_prompts.py", *options, *shape)
-    assert [(row["case"], row["length"]) for row in some] == [("plain", 600), ("snapkv", 600), ("snapkv", 1200)]
-    assert [row["pool"] for row in some] == [664, 512, 512] and some[1]["ratio"]["median"] > 0
-
-
-@pytest.mark.benchmarks
-def test_endless(tmp_path):
-    """Beyond the demo model's positions, and what the cache holds after many tokens is as it should be."""
-    sizes = ("--trained", "3000", "--document", "500", "--budget", "96", "--chunk", "128", "--policies", "keepkv")
-    some = rows(tmp_path / "r.json", "endless.py", *sizes, "--spans", "3", repeats=())
-    cases = [f"keepkv, positions of the {name}" for name in ("text", "cache")]
-    assert [row["case"] for row in some[::3]] == ["each span alone", "full", *cases]
-    assert all(1 < row["perplexity"] < 200 for row in some)
-    policies = {"streaming_llm", "h2o", "keepkv", "zsmerge"}
-    some = rows(
-        tmp_path / "g.json", "endless.py", "--trained", "256", "--budget", "96", "--generate", "600", repeats=()
-    )
-    assert {row["case"] for row in some} == policies
-    for row in some:
-        assert row["is_finite"] and row["tokens"] == 96 + 599 and row["position"] < 96 + 32
-        least, most = row["votes"]
-        exact = row["case"] in ("streaming_llm", "h2o")
-        assert least == most == row["position"] + 1 if exact else row["position"] < least <= most <= row["tokens"] + 1

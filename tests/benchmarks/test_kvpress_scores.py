@@ -121,7 +121,10 @@ def test_methods_that_are_the_same_give_the_same_answers(tmp_path):
     script, path = FOLDER / "kvpress_scores.py", tmp_path / "k.json"
     methods = ["full", "streaming_llm", "tova", "h2o", "snapkv", "pyramidkv", "criticalkv"]
     own_budgets = ["kvzip", "kvzip, by layer", "kvzip+", "kvzap, threshold"]
-    sizes = ["--tasks=demo_recall", "--length=256", "--budgets=0.3", "--samples=4", "--seed=5", "--processes=2"]
+    tasks = [{"task": "demo_recall", "length": 256, "question_agnostic": agnostic} for agnostic in (False, True)]
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"model": "demo", "policies": ["full"], "tasks": tasks, "samples": 4, "seed": 5}))
+    sizes = ["--config", str(config), "--budgets=0.3", "--processes=2"]
     asked = ["--kvpress", python, "--methods", *methods, *own_budgets, *sizes, "--output", str(path)]
     command = [sys.executable, str(script), *asked]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)

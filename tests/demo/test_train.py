@@ -90,7 +90,7 @@ def test_the_learning_rate_rises_and_falls():
 
 @pytest.mark.slow
 def test_training_needs_no_vllm():
-    modules = ", ".join(f"vllm_kvmerge.demo.{name}" for name in ("train", "scores", "train_prose", "scores_prose"))
+    modules = ", ".join(f"vllm_kvmerge.demo.{name}" for name in ("train", "scores"))
     check = f"import sys; import {modules}; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 

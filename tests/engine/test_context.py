@@ -6,11 +6,10 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conftest import MAX_MODEL_LEN, random_prompt, run
+from tests.measures import continuation_loss, score
 from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
-from vllm_kvmerge.evaluation.loss import continuation_loss
-from vllm_kvmerge.evaluation.recall import score
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import parse_compression
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.measures import continuation_loss
 from vllm_kvmerge import demo
 from vllm_kvmerge.demo import recall
-from vllm_kvmerge.evaluation.loss import continuation_loss
 
 pytestmark = pytest.mark.slow
 

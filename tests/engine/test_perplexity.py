@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.measures import continuation_loss
 from vllm_kvmerge import demo
-from vllm_kvmerge.evaluation.loss import continuation_loss
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.evaluation.tasks.perplexity import Perplexity
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from tests.measures import evaluate
 from vllm_kvmerge.demo import recall
-from vllm_kvmerge.evaluation.recall import evaluate
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.evaluation.tasks.demo import DemoMultikey, DemoRecall
 from vllm_kvmerge.request.parameters import compression

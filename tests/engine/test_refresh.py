@@ -7,12 +7,12 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
+from tests.measures import second_answers, second_question
 from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.evaluation.continuation import forced
-from vllm_kvmerge.evaluation.refresh import second_answers, second_question
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:

@@ -11,11 +11,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.conftest import random_prompt, run
+from tests.measures import score
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.worker.compression import Compression
-from vllm_kvmerge.evaluation.recall import score
 
 PROMPTS = {"repeat_prompt": [40, 41, 42], "resume_prompt": [43], "answer_prompt": [44, 45]}
 

@@ -110,8 +110,8 @@ def test_company_preemption_and_the_prefix_cache_change_nothing(engine, num_bloc
 
 def test_a_policy_may_keep_what_a_model_predicts_to_matter(engine):
     """Half of the demo's facts and more survive at a quarter, when the question is not known."""
+    from tests.measures import score
     from vllm_kvmerge.demo import recall
-    from vllm_kvmerge.evaluation.recall import score
 
     rng = np.random.default_rng(74)
     prompts = [recall.draw_prompt(rng, 800, 8) for _ in range(10)]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,13 +77,6 @@ def test_list_needs_no_vllm() -> None:
         "sys.exit(bool({'vllm', 'torch', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
-
-
-def test_attention_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[list[str]] = []
-    monkeypatch.setitem(sys.modules, "vllm_kvmerge.evaluation.attention", SimpleNamespace(main=given.append))
-    assert main(["eval", "attention", "--queries", "8"]) == 0
-    assert given == [["--queries", "8"]]
 
 
 def start(script: Path, *argv: object) -> subprocess.Popen:

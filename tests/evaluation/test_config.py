@@ -1,6 +1,5 @@
 """Configurations: what is wrong is named before anything runs."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -120,9 +119,3 @@ def test_example_configurations() -> None:
     assert paths
     for path in paths:
         assert cells_of(read_config(path, {}))
-
-
-def test_every_claim_names_its_configuration() -> None:
-    root = Path(__file__).parents[2]
-    named = set(re.findall(r"`([\w-]+\.yaml)`", (root / "docs" / "quality.md").read_text()))
-    assert named == {path.name for path in (root / "configs" / "eval" / "trends").glob("*.yaml")}

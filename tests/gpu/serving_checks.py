@@ -11,9 +11,9 @@ from tests.engine.test_recall import test_recall_on_fresh_prompts  # noqa: F401
 from tests.engine.test_stress import assert_same_or_tied, draw_jobs, run_together
 from tests.gpu.compare import assert_all_close, assert_close
 from tests.gpu.setting import POLICIES
+from tests.measures import evaluate
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.demo import recall
-from vllm_kvmerge.evaluation.recall import evaluate
 
 OFTEN = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv"]
 BLOCK_SIZE = 32

@@ -1,9 +1,7 @@
 """``vllm-kvmerge eval``: which policy, at which budget, for a model and a task.
 
-vllm-kvmerge eval CONFIG.yaml          run a configuration, or go on with it where it stopped
-vllm-kvmerge eval list                 the tasks, with their options
-vllm-kvmerge eval attention [options]  how far compression moves attention's output
-vllm-kvmerge eval refresh [options]    what making the cache anew from the complete one gains
+vllm-kvmerge eval CONFIG.yaml  run a configuration, or go on with it where it stopped
+vllm-kvmerge eval list         the tasks, with their options
 """
 
 import argparse
@@ -174,7 +172,7 @@ def _run_with_progress(config: "EvalConfig", folder: "RunFolder", backend: "Back
 
 
 def _print(table: "Table") -> None:
-    from vllm_kvmerge.evaluation.options import print_table
+    from vllm_kvmerge.evaluation.summary import print_table
 
     first, *columns = table.header
     print_table(table.title, columns, {row[0]: row[1:] for row in table.rows}, first)

@@ -266,3 +266,21 @@ def markdown(table: Table) -> str:
 
     rule = "|" + "|".join(["---", *["---:"] * (len(table.header) - 1)]) + "|"
     return "\n".join([f"## {table.title}", "", line(table.header), rule, *map(line, table.rows), "", table.notes, ""])
+
+
+def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]], first: str = "policy") -> None:
+    """Prints a Markdown table, one row per name, however wide it gets."""
+    from rich import box
+    from rich import console as rich_console
+    from rich import table as rich_table
+
+    table = rich_table.Table(box=box.MARKDOWN)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console = rich_console.Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
+    console.print(f"{title}\n")
+    console.print(table, crop=False)

@@ -20,7 +20,6 @@ from transformers import AutoTokenizer
 
 from tests.evaluation.tasks.tokenizers import Pieces
 from vllm_kvmerge import demo
-from vllm_kvmerge.evaluation.tasks import longbench  # noqa: F401
 from vllm_kvmerge.evaluation.tasks.base import TASKS, Completion, Sample, Tokenizer
 from vllm_kvmerge.evaluation.tasks.ruler.common_words import CommonWords
 from vllm_kvmerge.evaluation.tasks.ruler.fitting import NoRoomError, draw_fitting, largest_fitting
@@ -53,20 +52,15 @@ def test_the_thirteen_tasks_are_registered() -> None:
 
 def test_every_option_is_described() -> None:
     for name, task in TASKS.items():
-        if name.startswith(("ruler_", "longbench_")):
+        if name.startswith("ruler_"):
             assert all(field.description for field in task.model_fields.values()), name
 
 
-@pytest.mark.parametrize("benchmark", ["ruler", "longbench"])
-def test_the_configuration_names_the_tasks(benchmark: str) -> None:
+def test_the_configuration_names_the_tasks() -> None:
     """RULER's questions are left out: their data has to be named."""
-    text = (Path(__file__).parents[3] / "configs" / "eval" / f"{benchmark}.yaml").read_text()
+    text = (Path(__file__).parents[3] / "configs" / "eval" / "ruler.yaml").read_text()
     tasks = {entry.pop("task"): entry for entry in yaml.safe_load(text)["tasks"]}
-    assert set(tasks) == {name for name in TASKS if name.startswith(benchmark)} - {"ruler_qa_1", "ruler_qa_2"}
-    plain = {f"longbench_{name}" for name in ("trec", "triviaqa", "samsum", "lcc", "repobench-p")}
-    assert {name for name, options in tasks.items() if options.pop("chat_template", None) is False} == (
-        plain if benchmark == "longbench" else set()
-    )
+    assert set(tasks) == {name for name in TASKS if name.startswith("ruler_")} - {"ruler_qa_1", "ruler_qa_2"}
     for name, options in tasks.items():
         assert TASKS[name](**options).model_dump(include=set(options)) == options
 
