@@ -57,8 +57,6 @@ PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
     },
 }
 """kvpress's public leaderboard, Qwen3 8B and Llama 3.1 8B: RULER of 4,096 tokens, 13 tasks, a quarter kept, 2026-11."""
-READS_TWICE = "reconstruction"
-"""The tracker for which a prompt is read again."""
 RESAMPLES = 4000
 
 
@@ -205,7 +203,7 @@ class Row:
 
     @property
     def reads_twice(self) -> bool:
-        return bool(self.parameters) and self._parsed.policy.tracker.name == READS_TWICE
+        return bool(self.parameters) and self._parsed.policy.tracker.repeats_context
 
     @property
     def uneven(self) -> bool:
@@ -256,9 +254,7 @@ def level_with_best(rows: list[Row]) -> set[str]:
     """Policies whose difference from the best, which is among them, is not told from 0."""
     ranked = [row for row in rows if DECIDING in row.score]
     others = [bootstrap_p_value(np.sort(ranked[0].draws[DECIDING] - row.draws[DECIDING])) for row in ranked[1:]]
-    return {ranked[0].policy} | {
-        row.policy for row, p in zip(ranked[1:], holm(others), strict=True) if p > 0.05 or row.score == ranked[0].score
-    }
+    return {ranked[0].policy} | {row.policy for row, p in zip(ranked[1:], holm(others), strict=True) if p > 0.05}
 
 
 def ranked_for_default(rows: list[Row]) -> list[Row]:
