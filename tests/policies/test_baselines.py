@@ -483,7 +483,7 @@ def assert_position(
 
 
 def test_d2o_keeps_its_threshold_through_compressions():
-    policy = built(PRESETS["d2o"])
+    policy = built(replace(PRESETS["d2o"], selector="h2o", defaults={}))
     stream = random_entries(0, num_heads=2, n=100)
     stream.positions.copy_(torch.arange(100))
     entries = stream.take(torch.arange(60).expand(2, -1))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_sound, concatenate, probabilities, random_entries, random_query
-from vllm_kvmerge.policies import DEAD, PRESETS, CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import ResidualMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter
 from vllm_kvmerge.policies.trackers import SumTracker
@@ -120,10 +120,9 @@ def test_decoding_200_steps_keeps_size_and_counts_tokens():
     num_heads, prompt, steps, budget, interval = 3, 60, 200, 24, 5
     stream = random_entries(7, num_heads, prompt + steps, dtype=torch.float64)
     stream.positions.copy_(torch.arange(prompt + steps))
-    preset = PRESETS["zsmerge"]
     parts = CompressionPolicy(
         tracker=SumTracker(decay=0.98),
-        selector=HeavyHitter(num_sink_tokens=0, recent_share=preset.defaults["recent_share"]),
+        selector=HeavyHitter(num_sink_tokens=0, recent_share=0.25),
         merger=ResidualMerger(),
     )
     entries = stream.take(torch.arange(prompt).expand(num_heads, -1))

@@ -180,7 +180,10 @@ def test_mean_importance():
 
 def test_preset():
     preset = PRESETS["weightedkv"]
-    assert (preset.tracker, preset.selector, preset.merger) == ("mean", "h2o", "neighbour_value")
+    assert (preset.tracker, preset.selector, preset.merger) == ("mean", "snapkv", "neighbour_value")
+
+
+def test_the_papers_own_selection():
     # Section V-A keeps 4 initial tokens and 124 recent ones of 256; half of the budget is 128.
     entries = counted(random_entries(5, 2, 400), 5)
     entries.positions = torch.arange(400).expand(2, -1).clone()

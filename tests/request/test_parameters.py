@@ -53,14 +53,16 @@ def test_none_and_full_compress_nothing():
 
 def test_fields_reach_the_parts():
     config = parse_compression(
-        {"policy": "keepkv", "budget": 128, "interval": 8, "ema_decay": 0.5, "zip_mode": "votes", "recent_window": 16}
+        {"policy": "keepkv", "budget": 128, "interval": 8, "ema_decay": 0.5, "zip_mode": "votes", "window_size": 16}
     )
     assert (config.budget, config.interval, config.policy.tracker.ema_decay) == (128, 8, 0.5)
-    assert config.policy.selector == HeavyHitter(recent_window=16)
+    assert config.policy.selector == WindowTopK(window_size=16)
     assert config.policy.merger == ZipMerger(zip_mode="votes", ema_decay=0.5)
-    config = parse_compression({"policy": "zsmerge", "alpha": 1, "residual_share": 0.5})
+    config = parse_compression(
+        {"policy": "zsmerge", "alpha": 1, "residual_share": 0.5, "selector": "h2o", "num_sink_tokens": 0}
+    )
     assert config.policy.merger == ResidualMerger(alpha=1.0, residual_share=0.5)
-    assert config.policy.selector == HeavyHitter(num_sink_tokens=0, recent_share=0.25)
+    assert config.policy.selector == HeavyHitter(num_sink_tokens=0)
     assert parse_compression({"policy": "snapkv", "window_size": 8}).policy.selector == WindowTopK(window_size=8)
 
 
@@ -69,8 +71,8 @@ def test_fields_reach_the_parts():
     [
         ({"policy": "snapkv", "merger": "zip"}, {"tracker": "sum", "selector": "snapkv", "merger": "zip"}),
         ({"policy": "streaming_llm", "merger": "zip"}, {"tracker": "none", "merger": "zip"}),
-        ({"policy": "keepkv", "merger": "residual"}, {"tracker": "sum", "selector": "h2o", "merger": "residual"}),
-        ({"policy": "keepkv", "merger": "drop"}, {"tracker": "log_ema", "selector": "h2o", "merger": "drop"}),
+        ({"policy": "keepkv", "merger": "residual"}, {"tracker": "sum", "selector": "snapkv", "merger": "residual"}),
+        ({"policy": "keepkv", "merger": "drop"}, {"tracker": "log_ema", "selector": "snapkv", "merger": "drop"}),
         ({"policy": "streaming_llm", "selector": "h2o"}, {"tracker": "sum", "selector": "h2o", "merger": "drop"}),
         ({"policy": "h2o", "selector": "local", "tracker": "none"}, {"tracker": "none", "selector": "local"}),
         ({"policy": "h2o", "merger": "drop", "selector": "h2o", "allocator": "uniform"}, {"tracker": "sum"}),
@@ -397,7 +399,7 @@ def test_a_parameter_that_only_its_part_can_judge(monkeypatch):
 
 
 def test_what_is_tracked():
-    windows = {"local": 0, "streaming_llm": 0, "h2o": 64, "snapkv": 32, "keepkv": 64, "zsmerge": 64}
+    windows = {"local": 0, "streaming_llm": 0, "h2o": 64, "snapkv": 32, "keepkv": 32, "zsmerge": 32}
     tracked = {name: parse_compression({"policy": name}) for name in windows}
     assert {name: config.prompt_window for name, config in tracked.items()} == windows
     assert {name for name, config in tracked.items() if config.tracks_decode} == {"h2o", "keepkv", "zsmerge"}

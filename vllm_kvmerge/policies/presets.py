@@ -1,7 +1,7 @@
 """Presets of the papers' methods, each a tracker, a selector, a merger and, if not uniform, an allocator.
 
-Scores start from the last ``score_window`` queries of the prompt; the papers of H2O and ZSMerge score all of them, as
-``score_window: "all"`` does.
+Scores start from the last ``score_window`` queries of the prompt; H2O scores all of them, as ``score_window: "all"``
+does.
 """
 
 from typing import Any
@@ -12,7 +12,11 @@ from vllm_kvmerge.policies.registry import Preset, register_preset
 WINDOW: dict[str, Any] = {"decode": "grow", "score_window": 32, "window_size": 32}
 """SnapKV: the queries of the observation window vote, once."""
 
-ZSMERGE: dict[str, Any] = {"decay": 0.98, "num_sink_tokens": 0, "recent_share": 0.25}
+VOTES: dict[str, Any] = {"score_window": 32, "window_size": 32}
+"""The same, again while the request generates. KeepKV, ZSMerge, WeightedKV, D2O and KVMerger rank entries by attention
+summed over all queries, as H2O does; what that keeps of a prompt does not hold what a real language model is asked for,
+whatever is merged into it (docs/quality.md). So their presets merge into SnapKV's selection; the papers' own are in
+docs/policies.md."""
 
 PYRAMIDINFER: dict[str, Any] = {"shape": "cosine", "ratio": 2.65, "recent_share": 0.26}
 """The released configuration (``prefill_decay_ratio`` 0.9, ``recent_ratio`` 0.2) leaves all of the prompt in the first
@@ -31,10 +35,10 @@ _register("streaming_llm", "StreamingLLM, Xiao et al., arXiv:2309.17453", "none 
 # queries are what may lose them.
 _register("h2o", "H2O, Zhang et al., arXiv:2306.14048", "sum h2o drop")
 _register("snapkv", "SnapKV, Li et al., arXiv:2404.14469", "sum snapkv drop", **WINDOW)
-# The paper allocates as PyramidInfer does; here evenly, since uneven budgets cost memory where layers share blocks.
-_register("keepkv", "KeepKV, Tian et al., arXiv:2504.09936", "log_ema h2o zip")
-_register("zsmerge", "ZSMerge, Liu, Liu and Tang, arXiv:2503.10714", "sum h2o residual", **ZSMERGE)
-_register("weightedkv", "WeightedKV, Yuan et al., arXiv:2503.01330", "mean h2o neighbour_value")
+# The paper leaves the selection free; its experiments took PyramidInfer's.
+_register("keepkv", "KeepKV, Tian et al., arXiv:2504.09936", "log_ema snapkv zip", **VOTES)
+_register("zsmerge", "ZSMerge, Liu, Liu and Tang, arXiv:2503.10714", "sum snapkv residual", **VOTES, decay=0.98)
+_register("weightedkv", "WeightedKV, Yuan et al., arXiv:2503.01330", "mean snapkv neighbour_value", **VOTES)
 _register("morphkv", "MorphKV, Ghadia et al., arXiv:2503.00979", "none morphkv drop")
 _register("criticalkv", "CriticalKV, Feng et al., arXiv:2502.03805", "sum criticalkv drop", **WINDOW)
 _register("grkv", "GRKV, Peng et al., arXiv:2605.31105", "sum snapkv regression", **WINDOW)
@@ -49,8 +53,8 @@ _register("rkv", "R-KV, Cai et al., arXiv:2505.24133", "sum rkv drop", score_win
 _register("cam", "CaM, Zhang et al., ICML 2024", "sum streaming_llm cam")
 # The source's code never compresses layers 0, 1 and the last. Here all share the budget: a layer that keeps everything
 # keeps everybody's blocks.
-_register("d2o", "D2O, Wan et al., arXiv:2406.13035", "sum h2o d2o variance")
-_register("kvmerger", "KVMerger, Wang et al., arXiv:2407.08454", "sum h2o kvmerger")
+_register("d2o", "D2O, Wan et al., arXiv:2406.13035", "sum snapkv d2o variance", **VOTES)
+_register("kvmerger", "KVMerger, Wang et al., arXiv:2407.08454", "sum snapkv kvmerger", **VOTES)
 # The source keeps no recent window, but scores of few queries must not merge the newest entries first.
 _register("asymkv", "AsymKV, Cui and Xu, arXiv:2506.05410", "sum h2o asymkv", recent_share=0.25)
 _register("pyramidkv", "PyramidKV, Cai et al., arXiv:2406.02069", "sum snapkv drop pyramid", **WINDOW)
