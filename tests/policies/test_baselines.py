@@ -722,7 +722,7 @@ def test_presets_are_what_they_are_called():
         known = {field for part in policy.parts for field in type(part).model_fields}
         assert set(PRESETS[name].defaults) <= known
     parts = {name: tuple(part.name for part in built(PRESETS[name]).parts) for name in MINE}
-    assert parts["d2o"] == ("sum", "variance", "h2o", "d2o")
+    assert parts["d2o"] == ("sum", "variance", "snapkv", "d2o")
     assert parts["cam"] == ("sum", "uniform", "streaming_llm", "cam")
     assert parts["adakv"] == ("sum", "adaptive", "snapkv", "drop")
     assert parts["pyramidkv"] == ("sum", "pyramid", "snapkv", "drop")

@@ -93,9 +93,8 @@ def test_a_part_brings_its_parameters_and_the_presets_defaults_stay():
     assert policy.tracker == SumTracker(score_window=32)
     policy = parse_compression(request | {"tracker": "log_ema"}).policy
     assert policy.tracker == LogEmaTracker(score_window=32, ema_decay=0.5)  # 32 is SnapKV's
-    policy = parse_compression({"policy": "zsmerge", "selector": "streaming_llm"}).policy
-    assert policy.selector == SinkRecent(num_sink_tokens=0)  # as in ZSMerge
-    assert policy.tracker == SumTracker(decay=0.98)
+    policy = parse_compression({"policy": "zsmerge", "selector": "h2o"}).policy
+    assert policy.tracker == SumTracker(score_window=32, decay=0.98)  # as in ZSMerge
 
 
 def test_snapkv_with_bounded_decoding_goes_on_scoring():

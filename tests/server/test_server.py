@@ -145,7 +145,7 @@ def test_streams_report_each_step_of_their_own_cache(server):
     [
         ({"policy": "nonsense"}, "kv_compression.policy", "unknown_policy"),
         ({"policy": "keepkv", "nonsense": 1}, "kv_compression.nonsense", "unknown_field"),
-        ({"policy": "keepkv", "budget": 68, "recent_window": 64}, "kv_compression.budget", "budget_too_small"),
+        ({"policy": "keepkv", "budget": 64, "window_size": 64}, "kv_compression.budget", "budget_too_small"),
         ({"policy": "keepkv", "budget": 1.5}, "kv_compression.budget", "invalid_value"),
         ({"policy": "keepkv", "budget": "0.2"}, "kv_compression.budget", "wrong_type"),
         ("keepkv", "kv_compression", "wrong_type"),

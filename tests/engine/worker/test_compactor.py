@@ -41,7 +41,7 @@ def compact(layers, plan, config, source_blocks, prompt_scores, softmax=PLAIN_SO
 
 def keepkv(mode: str, merge_first: bool) -> str:
     return (
-        '{"policy": "keepkv", "budget": 40, "recent_window": 4, "merge_threshold": -1.0, '
+        '{"policy": "keepkv", "selector": "h2o", "budget": 40, "recent_window": 4, "merge_threshold": -1.0, '
         f'"zip_mode": "{mode}", "merge_first": {str(merge_first).lower()}}}'
     )
 

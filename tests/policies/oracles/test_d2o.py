@@ -57,7 +57,13 @@ def d2o(head: Head, exponential: bool = True) -> Iterator[Step]:
 
 def ours(stream: Stream) -> list[list[Step]]:
     """In a layer of its own, which has nothing to share its budget with."""
-    request = {"policy": "d2o", "allocator": "uniform", "score_window": "all", "recent_window": RECENT}
+    request = {
+        "policy": "d2o",
+        "selector": "h2o",
+        "allocator": "uniform",
+        "score_window": "all",
+        "recent_window": RECENT,
+    }
     return follow(policy_of({**request, "threshold_share": BETA}), stream, HEAVY + RECENT)
 
 

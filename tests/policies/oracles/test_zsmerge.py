@@ -64,7 +64,8 @@ def zsmerge(
 
 
 def ours(stream: Stream, budget: int, **fields: object) -> list:
-    return follow(policy_of({"policy": "zsmerge", "score_window": "all", **fields}), stream, budget)
+    paper = {"selector": "h2o", "score_window": "all", "num_sink_tokens": 0, "recent_share": 0.25}
+    return follow(policy_of({"policy": "zsmerge", **paper, **fields}), stream, budget)
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
@@ -77,7 +78,7 @@ def test_the_authors_shares(num_groups):
 
 @pytest.mark.parametrize(("num_groups", "alpha"), [(1, 0.6), (4, 1.0), (4, 0.0)])
 def test_algorithm_1(num_groups, alpha):
-    """The preset's own shares: of 24 entries 6 are recent and 3 are slots."""
+    """Our shares: of 24 entries 6 are recent and 3 are slots."""
     stream, budget = Stream.random(10 + num_groups, num_groups), 24
     for mine, head in zip(ours(stream, budget, alpha=alpha), stream.heads(), strict=True):
         assert_same_steps(mine, zsmerge(head, budget, 6, slots=3, ring=6, lengths=evenly, alpha=alpha))

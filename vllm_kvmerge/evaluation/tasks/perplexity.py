@@ -46,7 +46,7 @@ class Perplexity(PerplexityTask):
     WeightedKV (section V-A) takes windows of 4,096, 8,192 and 16,384 tokens with strides of half of that, caches of
     1,024 and 256 entries, 4 of them the first tokens and 508 or 124 the newest, and compresses at every token:
     ``length: 4096``, ``stride: 2048``, a ``prompt`` no longer than the cache, ``budgets: [256]`` and the policy
-    ``{policy: weightedkv, interval: 1, num_sink_tokens: 4, recent_window: 124}``. Which of a window's tokens it counts
+    ``{policy: weightedkv, selector: h2o, interval: 1, recent_window: 124}``. Which of a window's tokens it counts
     it does not say; here it is those that are new in it, as in Press et al., arXiv 2012.15409.
 
     Windows lie in one text each and begin ``stride`` tokens apart, or a few more: a window begins where its prompt and
