@@ -18,7 +18,7 @@ from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.fields import CommonFields
 from vllm_kvmerge.policies.mergers import ResidualMerger, ZipMerger
-from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
+from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, SumTracker
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import (
