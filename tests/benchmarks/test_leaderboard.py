@@ -1,5 +1,7 @@
 """The leaderboard: what becomes of samples, and which policy is recommended."""
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,3 +89,18 @@ def test_a_run_goes_on_from_what_is_there(run_config, tmp_path):
     assert all(again[one.key].scores == one.scores for one in known)
     assert all(one.with_more(again[one.key]) == one for one in known)
     assert np.mean([one.bytes for one in again.values()]) == 0
+
+
+def test_the_papers_table_is_what_the_command_prints():
+    printed = subprocess.run(
+        [sys.executable, FOLDER / "papers_scores.py"], capture_output=True, text=True, check=True
+    ).stdout
+    page = (FOLDER.parent / "docs/quality.md").read_text()
+    for policy, row in (
+        ("snapkv", "| SnapKV's (last 32 queries, pooled) | none | {} | {} |"),
+        ("keepkv", "the preset `keepkv` | {} | {} |"),
+        ("keepkv merger=drop", "dropped instead of merged | {} | {} |"),
+        ("snapkv merger=residual", "ZSMerge's | {} | {} |"),
+    ):
+        share, loss = re.search(rf"^\| {re.escape(policy)} +\| +(\S+) +\| +(\S+) +\|$", printed, re.MULTILINE).groups()
+        assert row.format(share, loss) in page

@@ -1,0 +1,84 @@
+"""The papers' claims on a real language model, for docs/quality.md: ``python benchmarks/papers_scores.py [RUN]``.
+
+RUN: folder of a run of configs/eval/papers.yaml, whose samples are added to benchmarks/results/papers_scores.json.
+Prints each policy's share of the full cache's score over the RULER tasks, and its loss; then the differences of the
+pairs that the configuration compares, over all prompts of these tasks together, and of loss, each as one family after
+Holm.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from vllm_kvmerge.evaluation.comparison import bootstrap_p_value, holm, interval_at, least_p_value, resampled_means
+from vllm_kvmerge.evaluation.config import read_config
+from vllm_kvmerge.evaluation.summary import print_table
+
+ROOT = Path(__file__).parents[1]
+SCORES, CONFIG = ROOT / "benchmarks/results/papers_scores.json", ROOT / "configs/eval/papers.yaml"
+RESAMPLES = 20_000
+
+Scores = dict[str, dict[str, list[float]]]
+"""By task and policy, one for each prompt."""
+
+
+def add(run: Path, scores: Scores) -> None:
+    rows = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
+    for row in sorted(rows, key=lambda row: row["sample"]):
+        known = scores.setdefault(row["task"], {}).setdefault(row["policy"], [])
+        if row["sample"] == len(known):
+            known.append(round(row["score"], 4))
+
+
+def write(scores: Scores) -> None:
+    tasks = []
+    for task, policies in scores.items():
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in policies.items())
+        tasks.append(f" {json.dumps(task)}: {{\n{rows}\n }}")
+    SCORES.write_text("{\n" + ",\n".join(tasks) + "\n}\n")
+
+
+def pairs(title: str, scores: list[dict[str, list[float]]], compare: list[tuple[str, str]]) -> None:
+    """scores: of each task."""
+    known = [pair for pair in compare if all(name in task for task in scores for name in pair)]
+    means, differences = [], []
+    for one, other in known:
+        found = [a - b for task in scores for a, b in zip(task[one], task[other], strict=False)]
+        differences.append(found)
+        means.append(resampled_means(found, RESAMPLES))
+    p_values = [
+        max(bootstrap_p_value(mean), least_p_value(np.count_nonzero(found)) if any(found) else 1.0)
+        for mean, found in zip(means, differences, strict=True)
+    ]
+    rows = {}
+    for (one, other), mean, found, p in zip(known, means, differences, holm(p_values), strict=True):
+        low, high = interval_at(mean, 0.05)
+        rows[f"{one} less {other}"] = [f"{np.mean(found):+.3f}", f"{low:+.3f} to {high:+.3f}", f"{p:.2g}"]
+    print_table(title, ["difference", "95% interval, alone", "p after Holm"], rows, "pair")
+
+
+def main() -> None:
+    scores: Scores = json.loads(SCORES.read_text())
+    if len(sys.argv) > 1:
+        add(Path(sys.argv[1]), scores)
+        write(scores)
+    recall = [policies for task, policies in scores.items() if task.startswith("ruler")]
+    (loss,) = (policies for task, policies in scores.items() if task.startswith("perplexity"))
+    full = sum(np.mean(task["full"]) for task in recall)
+    rows = {
+        name: [
+            f"{sum(np.mean(task[name]) for task in recall) / full:.2f}",
+            f"{np.mean(loss[name]):.2f}" if name in loss else "",
+        ]
+        for name in recall[0]
+    }
+    print_table("Share of the full cache's score, and loss", ["share", "loss"], rows)
+    compare = [(one, other) for one, other in read_config(CONFIG, {}).compare]
+    pairs("Right answers, all RULER tasks together", recall, compare)
+    pairs("Loss (less is better)", [loss], compare)
+
+
+if __name__ == "__main__":
+    main()
