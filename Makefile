@@ -9,7 +9,6 @@
 # make machine  random schedules on the scheduler and its blocks, without a model: OPERATIONS of them; minutes
 # make stress  REQUESTS of every policy in an engine whose freed blocks are NaN, each compared with its answer alone
 # make reliability  the test of the defect in row CASE of docs/reliability.md
-# make soak    a server under steady traffic of every kind for MINUTES, with its plot: docs/reliability.md
 # make fuzz    Schemathesis over the OpenAPI document of a real server: CASES requests; minutes
 # make test-gpu-code  more of the code for GPUs, compiled for more of them or interpreted, without one; half an hour
 # make test-benchmarks  each benchmark once, small, and what it compares with
@@ -35,7 +34,6 @@
 # OPERATIONS=N   of make machine; 100000 unless told
 # REQUESTS=N     of make stress; 10000 unless told
 # CASE=N         of make reliability
-# MINUTES=N      of make soak; 60 unless told
 # CASES=N        of make fuzz; 10000 unless told
 # JOBS=N         test files that run at a time; 3 unless told, for two cores: many tests wait for a server to start
 # ARGS="..."     more options for make serve and make demo-model, or for pytest in make test
@@ -49,7 +47,6 @@ OPERATIONS ?= 100000
 REQUESTS ?= 10000
 CASE ?=
 CASES ?= 10000
-MINUTES ?= 60
 PORT ?= 8000
 MODEL ?= smollm2
 SIZE ?= small
@@ -82,7 +79,7 @@ export CHECK_OWNER
 OWN = $(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
 	|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
 
-.PHONY: setup serve test test-all $(FOLDERS:%=test-%) test-deaths test-soak test-levels test-gpu-code test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz soak
+.PHONY: setup serve test test-all $(FOLDERS:%=test-%) test-deaths test-soak test-levels test-gpu-code test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -177,8 +174,6 @@ fuzz: setup
 	$(PYTEST) tests/server/test_hostile_input.py -s \
 		--timeout 0 --fuzz-cases $(CASES) $(ARGS)
 
-soak: setup
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python benchmarks/soak.py --minutes $(MINUTES) $(ARGS)
 
 demo-model: setup
 	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)

@@ -58,6 +58,8 @@ def measure(cases: list[Case], length: int, arguments: argparse.Namespace) -> li
         return rng.integers(1, 32_000, (count, length)).tolist()
 
     prompts = draw(arguments.requests)
+    if arguments.unlike:
+        prompts = [one[: rng.integers(length // 4, length)] for one in prompts]
 
     def turn(case: Case) -> tuple[Run, Run]:
         some = FEW_TOKENS if case.name == EMPTY else length
@@ -115,6 +117,7 @@ def cells(row: Row) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8000, 2000, 500], help="tokens per prompt")
+    parser.add_argument("--unlike", action="store_true", help="a quarter of these and up, so unlike budgets, too")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="generated per request")
     parser.add_argument("--budget", type=float, default=0.1)

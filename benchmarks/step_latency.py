@@ -5,21 +5,18 @@ step that compactions take, which is how much longer the eight wait for their ne
 compressed. It is found in the prefix cache if that is allowed, so that little of it is computed for each policy.
 Another checkout of the plugin is measured with ``PYTHONPATH``.
 
-``--share`` measures another thing: what share of the time compactions take while the requests generate, each with such
-a prompt and compressed anew after every ``--interval`` tokens. Requests come ``--apart`` steps apart; policies take
-turns, ``--repeats`` times. Where each one's budget is ``--wider`` entries larger than that of the one before, a policy
-has another turn each time, in which every budget is a batch of its own.
+``--harmful`` asks for the worst that is known, one and sixteen at a time, and measures the throughput of the eight
+beside it for ``--seconds``, in turns with as many plain requests in its place.
 """
 
 import argparse
-import math
+import json
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, ClassVar
 
 import numpy as np
 from report import Spread, save, short
@@ -27,9 +24,9 @@ from rich.progress import track
 from sides import add_shape, shape_of
 from vllm_side import CLOCKS, plugin_engine
 
-from vllm_kvmerge.engine import scheduler
-from vllm_kvmerge.engine.worker.compactor import Compaction
 from vllm_kvmerge.evaluation.summary import print_table
+from vllm_kvmerge.policies import CacheUpdate, Entries, register
+from vllm_kvmerge.policies.mergers import DropMerger
 
 POLICIES = [
     *("snapkv", "keydiff", "adakv", "pyramidkv", "expected_attention", "zsmerge", "weightedkv", "asymkv", "kvmerger"),
@@ -99,65 +96,105 @@ def measure(
     return Row(policy, watch.waits)
 
 
+class Sleeping(DropMerger):
+    """Another package's part, which takes half a second for each KV head."""
+
+    name: ClassVar[str] = "sleeping"
+    source: ClassVar[str] = "benchmarks/step_latency.py"
+
+    def merge(self, entries: Entries, *arguments: Any) -> CacheUpdate:
+        time.sleep(0.5 * entries.num_rows)
+        return super().merge(entries, *arguments)
+
+
+HARMFUL = {
+    "grkv, 500 queries": (4_000, {"policy": "grkv", "regression_window": 500, "budget": 0.25}),
+    "rkv": (4_000, {"policy": "rkv", "budget": 0.25}),
+    "rkv, after every token": (4_000, {"policy": "rkv", "budget": 3_700, "interval": 1, "decode": "bounded"}),
+    "cam, 4,096 receivers": (7_600, {"policy": "cam", "num_receivers": 4096, "budget": 0.6, "merge_prompt": True}),
+    "zsmerge, behind 100 tokens": (7_600, {"policy": "zsmerge", "context_tokens": 100, "budget": 40}),
+    "a part that sleeps": (4_000, {"policy": "snapkv", "merger": "sleeping", "budget": 0.25}),
+}
+"""Tokens of a prompt, and what its request asks for."""
+
+
 @dataclass(frozen=True)
-class Share:
-    """percent: of the time of steps in which all requests generate, first compressions done. milliseconds: of a step,
-    all that it does."""
+class Harm:
+    """What requests do to others beside them. ratio: of the others' throughput to what it is beside as many plain
+    requests with these prompts, in turns. longest: of the others' waits for a token, ms. memory: growth of the
+    process, MiB. ended: of the requests with an error."""
 
-    policy: str
-    percent: Spread
-    milliseconds: Spread
+    case: str
+    count: int
+    ratio: Spread
+    longest: float
+    memory: float
+    ended: int
 
 
-def share(
-    llm: Any, prompts: list[list[int]], asked: list[dict[str, Any]], apart: int, clock: Callable[[], float]
-) -> tuple[float, float]:
-    """Milliseconds per step: of compactions, and in all. asked: for each prompt's request."""
+def beside(
+    llm: Any, running: list[list[int]], prompts: list[list[int]], asked: dict[str, Any] | None, seconds: float
+) -> tuple[float, float, int]:
+    """Tokens per second of the running requests after others have come, the longest step, and errors of these."""
     from vllm import SamplingParams
 
-    tokens = 160 + apart * len(prompts)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens, detokenize=False)
-    engine, watch, num_tokens, num_steps, started = llm.llm_engine, Stopwatch(llm, clock), dict[str, int](), 0, 0.0
-    waiting = {str(index): prompt for index, prompt in enumerate(prompts)}
-    while max(num_tokens.values(), default=0) < tokens:
-        if waiting and (apart == 0 or min(num_tokens.values(), default=apart) >= apart):
-            for name in [*waiting][: None if apart == 0 else 1]:
-                of_request = params.clone()
-                of_request.extra_args = asked[int(name)]
-                engine.add_request(name, {"prompt_token_ids": waiting.pop(name)}, of_request)
-                num_tokens[name] = 0
-        for output in engine.step():
-            num_tokens[output.request_id] = len(output.outputs[0].token_ids)
-        num_steps += 1
-        if waiting or min(num_tokens.values()) < 2:  # the second comes after the first compression
-            watch.waits, num_steps, started = [], 0, clock()
-    times = sum(watch.waits) / num_steps, 1e3 * (clock() - started) / num_steps
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100_000, detokenize=False)
+    for index, one in enumerate(running):
+        engine.add_request(f"running {index}", {"prompt_token_ids": one}, params)
+    for _ in range(3):
+        engine.step()
+    others = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3_000, detokenize=False, extra_args=asked)
+    for index, one in enumerate(prompts):
+        engine.add_request(f"other {index}", {"prompt_token_ids": one}, others)
+    begun = now = time.monotonic()
+    num_steps, longest, ended = 0, 0.0, 0
+    while now < begun + seconds:
+        outputs, before = engine.step(), now
+        now = time.monotonic()
+        longest, num_steps = max(longest, now - before), num_steps + 1
+        ended += sum(one.outputs[0].finish_reason == "error" for one in outputs)
+    names = [f"running {index}" for index in range(len(running))] + [f"other {index}" for index in range(len(prompts))]
+    engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    watch.stop()
-    return times
+    return len(running) * num_steps / (now - begun), longest, ended
 
 
-def shares(llm: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Share]:
-    from vllm_kvmerge import compression
+def harm(llm: Any, running: list[list[int]], arguments: argparse.Namespace) -> list[Harm]:
+    from vllm import SamplingParams
 
-    sides = [(policy, True) for policy in arguments.policies]
-    sides += [(policy, False) for policy in arguments.policies if arguments.wider]
-    found: dict[tuple[str, bool], list[tuple[float, float]]] = {side: [] for side in sorted(sides)}
-    for _ in track(range(arguments.repeats + 1), "turns"):
-        for (policy, is_padded), times in found.items():
-            budgets = [arguments.budget + index * arguments.wider for index in range(len(prompts))]
-            asked = [compression(policy, budget=budget, interval=arguments.interval) for budget in budgets]
-            with nullcontext() if is_padded else patch.object(Compaction, "is_even", False):
-                times.append(share(llm, prompts, asked, arguments.apart, CLOCKS[arguments.clock]))
-    return [
-        Share(
-            policy if is_padded else f"{policy}, each a batch",
-            Spread.of([100 * part / whole for part, whole in times[1:]]),  # the first turn fills the prefix cache
-            Spread.of([whole for _, whole in times[1:]]),
-        )
-        for (policy, is_padded), times in found.items()
-    ]
+    found, core = [], llm.llm_engine.engine_core.engine_core
+    # Found in the prefix cache, by all of them.
+    longest = max(length for length, _ in HARMFUL.values())
+    texts = np.random.default_rng(arguments.seed).integers(1, 32_000, (arguments.together, longest)).tolist()
+    cached = [{"prompt_token_ids": one} for one in texts]
+    llm.generate(cached, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+    cases = [(case, *HARMFUL[case], count) for case in arguments.cases for count in (1, arguments.together)]
+    for case, length, fields, count in track(cases, "requests"):
+        prompts, asked = [one[:length] for one in texts[:count]], {"kv_compression": json.dumps(fields)}
+        ratios, longest_wait, memory, ended = [], 0.0, 0.0, 0
+        for turn in range(arguments.repeats):
+            # What comes behind a compressed context is computed anew, and so it is for plain ones.
+            plain = [[turn + 1, *one[1:]] for one in prompts] if "context_tokens" in fields else prompts
+            alone, *_ = beside(llm, running, plain, None, arguments.seconds)
+            Path("/proc/self/clear_refs").write_text("5")  # the highest is that of now
+            before = peak_memory()
+            rate, *one = beside(llm, running, prompts, asked, arguments.seconds)
+            ratios.append(rate / alone)
+            longest_wait, ended = max(longest_wait, one[0]), ended + one[1]
+            memory = max(memory, peak_memory() - before)
+            # What a server refuses from the second time on.
+            core.scheduler._refused.clear()
+            core.model_executor.driver_worker.worker.model_runner.compression.compactor.exceeded.clear()
+        found.append(Harm(case, count, Spread.of(ratios), 1e3 * longest_wait, memory, ended))
+    return found
+
+
+def peak_memory() -> float:
+    """Of this process, MiB."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
 def main() -> None:
@@ -166,43 +203,41 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=8, help="requests that generate")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--share", action="store_true", help="what share of decoding compactions take")
-    parser.add_argument("--interval", type=int, default=16, help="of --share")
-    parser.add_argument("--apart", type=int, default=0, help="steps between its requests")
-    parser.add_argument("--wider", type=int, default=0, help="entries by which each one's budget is larger")
-    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
+    parser.add_argument("--harmful", action="store_true", help="the worst requests, and others' throughput")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of --harmful, for each")
+    parser.add_argument("--cases", nargs="+", choices=HARMFUL, default=list(HARMFUL), help="of --harmful")
+    parser.add_argument("--together", type=int, default=16, help="of --harmful, at a time, after one")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of --harmful")
     add_shape(parser, head_size=64)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: beside other work")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
-    longest, block = arguments.length + 1024 + arguments.apart * arguments.running, 32
+    longest, block = max(arguments.length, 16_000) + 1024, 32
     shape = shape_of(arguments, longest)
     rng = np.random.default_rng(arguments.seed)
     prompt = rng.integers(1, 32_000, arguments.length).tolist()
-    own = arguments.length if arguments.share else 32
-    running = rng.integers(1, 32_000, (arguments.running, own)).tolist()
-    num_blocks = (2 + arguments.running * arguments.share) * longest // block + 500
-    chunk = 2048
-    if arguments.share and arguments.apart == 0:
-        # Requests are in step if their prompts end in one, those too that a policy wants to be computed anew, and no
-        # compression there is left for a later step.
-        chunk, scheduler.STEP_SECONDS = max(2048, arguments.running * arguments.length), math.inf
+    running = rng.integers(1, 32_000, (arguments.running, 32)).tolist()
+    num_blocks = (12 if arguments.harmful else 2) * longest // block + 500
     with tempfile.TemporaryDirectory() as folder:
         slot = shape.bytes_per_token + shape.metadata_bytes_per_token
         llm = plugin_engine(
             shape.write(Path(folder)),
             num_blocks * block * slot,
             longest,
-            max_num_batched_tokens=chunk,
-            additional_config={"kvmerge": {"max_compaction_seconds": 600, "shared_contexts": False}},
+            max_num_batched_tokens=2048,
+            additional_config={"kvmerge": {"shared_contexts": False}},
         )
-        if arguments.share:
-            found = shares(llm, running, arguments)
+        if arguments.harmful:
+            register(Sleeping)
+            found = harm(llm, running, arguments)
             print_table(
-                f"Share of compactions while {arguments.running} requests generate; median (range)",
-                ["percent", "ms a step"],
-                {one.policy: [str(one.percent), str(one.milliseconds)] for one in found},
+                f"{arguments.running} requests beside others",
+                ["throughput, of that beside plain ones", "longest wait, ms", "memory, MiB", "errors"],
+                {
+                    f"{one.count} x {one.case}": [str(one.ratio), short(one.longest), short(one.memory), str(one.ended)]
+                    for one in found
+                },
             )
             if arguments.output:
                 save(arguments.output, vars(arguments), found)

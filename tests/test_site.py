@@ -39,7 +39,8 @@ def test_every_page_is_built(site):
 
 def test_links_to_the_repository_lead_there(site):
     text = (site / "operations.html").read_text()
-    assert 'href="https://example.org/project/blob/main/vllm_kvmerge/policies/cost.py"' in text
+    code = 'href="https://example.org/project/blob/main/vllm_kvmerge/server/guard.py"'
+    assert code in (site / "design.html").read_text()
     assert 'href="https://example.org/project/tree/main/deploy/prometheus"' in text
     assert 'href="SECURITY.html"' in text
     assert 'href="overview.html#limits"' in (site / "faq.html").read_text()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
+from tests.engine.spread import AtOnce
 from vllm_kvmerge import demo
-from vllm_kvmerge.policies.cost import Rates
 
 if TYPE_CHECKING:  # vLLM must not be imported before it is known which of its libraries is asked for
     from vllm_kvmerge.engine.fronts import FrontCache
@@ -45,11 +45,11 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.manager = self.scheduler._manager
         self._fronts, self.manager.fronts = self.manager.fronts, None
-        # By the clock, on a machine that other tests keep busy. Estimates are held to what they may be by default.
+        # By the clock, on a machine that other tests keep busy.
         self.compression._compactor = replace(self.compression.compactor, max_seconds=300.0)
         # What is spread over steps, and so what runs beside what, must not depend on the machine: nothing is, unless a
         # test asks for it.
-        self.compression.reporter.add_rates(Rates(1e13, 1e13))
+        self.scheduler._pace = AtOnce(1)
 
     def generate(self, prompts: list[list[int]], params) -> list:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -96,7 +96,7 @@ class Engine:
         assert [b.block_id for b in self.pool.blocks if b.ref_cnt and not b.is_null] == []
         assert self.manager.segments == {}
         assert self.manager._retired == [] and self.manager._still_read == {}
-        assert not self.scheduler._compressions and not self.scheduler._usage
+        assert not self.scheduler._compressions and not self.scheduler._accounts
         assert not self.scheduler._repeating and not self.scheduler._orphans and not self.scheduler._spread
         assert not self.scheduler._reported and not self.scheduler._unreported
         assert not self.scheduler._kept_bytes and not self.scheduler._external_bytes

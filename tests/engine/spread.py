@@ -6,12 +6,25 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 from vllm_kvmerge.engine import scheduler
-from vllm_kvmerge.engine.plan import PartialPlan
-from vllm_kvmerge.engine.spreading import SpreadCompression
+from vllm_kvmerge.engine.plan import Kind, PartialPlan
+from vllm_kvmerge.engine.spreading import STEP_SECONDS, Pace, SpreadCompression
 from vllm_kvmerge.policies import pausing
 
 NUM_PARTS = 1000
 """More than models in tests have heads: each is a part."""
+
+
+class AtOnce(Pace):
+    """By which nothing is spread, whatever the machine does."""
+
+    def is_known(self, kind: Kind) -> bool:
+        return True
+
+    def seconds(self, kind: Kind, num_entries: int) -> float:
+        return 0.0
+
+    def room(self, is_awaited: bool) -> float:
+        return STEP_SECONDS
 
 
 @dataclass
@@ -27,7 +40,7 @@ def spread_over(num_steps: int) -> Iterator[Spread]:
     heads too."""
     done = Spread()
 
-    def next_part(self: SpreadCompression, seconds: float) -> PartialPlan | None:
+    def next_part(self: SpreadCompression, seconds: float, pace: Pace) -> PartialPlan | None:
         self.until += 1.0 / num_steps
         if self.until > 1.0 - 1e-6:
             return None
@@ -35,9 +48,9 @@ def spread_over(num_steps: int) -> Iterator[Spread]:
         return PartialPlan(self.plan, self.until, NUM_PARTS)
 
     with (
-        patch.object(scheduler, "STEP_SECONDS", 0.0),
+        patch.object(scheduler, "STEP_SECONDS", -1.0),
         patch.object(pausing, "PIECE_PRODUCTS", 1 << 14),
         patch.object(SpreadCompression, "next_part", next_part),
-        patch.object(SpreadCompression, "learn", lambda self, progress: None),
+        patch.object(SpreadCompression, "learn", lambda self, done: None),
     ):
         yield done

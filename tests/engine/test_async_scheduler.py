@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.engine.spread import AtOnce
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, FrontReport, attach, attached_step
@@ -26,12 +27,14 @@ def make_scheduler(engine, cls, prefix_caching: bool = True):
     vllm_config = copy(template.vllm_config)
     vllm_config.cache_config = copy(vllm_config.cache_config)
     vllm_config.cache_config.enable_prefix_caching = prefix_caching
-    return cls(
+    scheduler = cls(
         vllm_config=vllm_config,
         kv_cache_config=template.kv_cache_config,
         structured_output_manager=template.structured_output_manager,
         block_size=BLOCK_SIZE,
     )
+    scheduler._pace = AtOnce(1)
+    return scheduler
 
 
 def make_request(name: str, num_prompt_tokens: int, max_tokens: int, extra) -> Request:

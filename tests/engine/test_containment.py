@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, random_prompt
+from tests.engine.spread import AtOnce
 from tests.policies import failing
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.metrics import FAILED
-from vllm_kvmerge.engine.plan import attached_step
+from vllm_kvmerge.engine.plan import Kind, attached_step
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
 from vllm_kvmerge.evaluation.backends import Answer, EngineBackend, Request, RequestError
 from vllm_kvmerge.evaluation.config import EngineOptions
@@ -36,9 +38,10 @@ def short_of_time(engine: Engine) -> Iterator[None]:
     """A policy may work for a third of a second."""
     compression_state = _compression(engine)
     compactor = compression_state._compactor
-    compression_state._compactor = replace(compactor, max_seconds=0.3)
+    compression_state._compactor = replace(compactor, max_seconds=0.3, exceeded=Counter())
     yield
     compression_state._compactor = compactor
+    engine.scheduler._refused.clear()
 
 
 def _compression(engine: Engine) -> Any:
@@ -56,8 +59,8 @@ def test_a_failing_part_ends_its_request_alone(engine: Engine, short_of_time: No
     others = [params(), params(compression("keepkv", budget=64)), params(compression("snapkv", budget=64))]
     expected = engine.tokens(prompts[:3], others)
     engine.llm.reset_prefix_cache()
-    slow_or_late = ("sleep", "sleep_a_little", "cost")
-    faults = [(field, fault, part) for field, fault, part in failing.FAULTS if fault not in slow_or_late]
+    exceeding = ("sleep", "sleep_a_little", "hold")
+    faults = [(field, fault, part) for field, fault, part in failing.FAULTS if fault not in exceeding]
     faults += [("merge_fault", "sleep", "merger:failing")]
     bad = [params(compression(failing.PRESET, budget=64, **{field: fault})) for field, fault, _ in faults]
     before = {part: FAILED.labels(failing.PRESET, part, 0)._value.get() for *_, part in faults}
@@ -194,24 +197,47 @@ def test_extremes_of_every_number_are_refused_or_answered(engine: Engine) -> Non
     assert engine.tokens([plain], params()) == expected
 
 
-@pytest.mark.parametrize("decode", ["grow", "bounded"])
-def test_a_cost_that_cannot_be_said_ends_its_request_alone(engine: Engine, decode: str, monkeypatch) -> None:
-    """Where it is first asked for: when the request comes, or, if it could be said then, when a compression is due."""
+@pytest.mark.parametrize("fault", ["sleep", "hold"])
+def test_a_part_that_exceeds_its_bounds_twice_is_refused(engine: Engine, short_of_time: None, fault: str) -> None:
+    """By name, before anything is computed; requests without it go on, and those whose last compression is done."""
     rng = np.random.default_rng(7)
-    prompts = [random_prompt(rng, failing.COST_IS_KNOWN) for _ in range(2)]
-    bad = params(compression(failing.PRESET, budget=64, merge_fault="cost", decode=decode))
-    if decode == "grow":  # its only compression is of as many entries as can be said
-        monkeypatch.setattr(failing, "COST_IS_KNOWN", failing.COST_IS_KNOWN)
-        check = type(engine.scheduler._limits).check
+    prompts = [random_prompt(rng, LENGTH) for _ in range(4)]
+    bad = params(compression(failing.PRESET, budget=64, merge_fault=fault, decode="grow"))
+    good, fine = params(compression(failing.PRESET, budget=64, decode="grow")), params(compression("h2o", budget=64))
+    expected = engine.tokens(prompts[:2], [good, fine])
+    for number in range(2):
+        (failed,) = engine.generate(prompts[2:3], bad)
+        assert failed.outputs[0].finish_reason == "error"
+        assert "merger failing" in failed.kv_transfer_params[REPORT_KEY][ERROR_KEY]
+        if number == 0:
+            assert engine.tokens(prompts[:2], [good, fine]) == expected
+    refused, alone = engine.generate(prompts[:2], [good, fine])
+    assert refused.outputs[0].finish_reason == "error"
+    message = refused.kv_transfer_params[REPORT_KEY][ERROR_KEY]
+    assert "merger:failing is refused" in message and "; allowed: " in message
+    assert list(alone.outputs[0].token_ids) == expected[1]
+    engine.assert_empty()
 
-        def check_then_forget(self, *args: Any) -> None:
-            check(self, *args)
-            monkeypatch.setattr(failing, "COST_IS_KNOWN", 0)
 
-        monkeypatch.setattr(type(engine.scheduler._limits), "check", check_then_forget)
-    failed, fine = engine.generate(prompts, [bad, params(compression("h2o", budget=64))])
-    assert failed.outputs[0].finish_reason == "error" and fine.outputs[0].finish_reason == "length"
-    assert "merger failing: ZeroDivisionError" in failed.kv_transfer_params[REPORT_KEY][ERROR_KEY]
+def test_requests_that_need_a_refused_part_again_end(engine: Engine, short_of_time: None) -> None:
+    """One that has been compressed for the last time goes on; one that would be compressed again does not."""
+    rng = np.random.default_rng(9)
+    prompts = [random_prompt(rng, LENGTH) for _ in range(3)]
+    grows, bounded = (
+        params(compression(failing.PRESET, budget=64, decode=decode, interval=4)) for decode in ("grow", "bounded")
+    )
+    bad = params(compression(failing.PRESET, budget=64, merge_fault="hold"))
+    core = engine.llm.llm_engine
+    for name, prompt, some in zip(("grows", "bounded"), prompts, (grows, bounded), strict=False):
+        core.add_request(name, {"prompt_token_ids": prompt}, some)
+    for _ in range(3):
+        core.step()
+    for name in ("first", "second"):
+        core.add_request(name, {"prompt_token_ids": prompts[2]}, bad)
+    reasons = {}
+    while core.has_unfinished_requests():
+        reasons |= {output.request_id: output.outputs[0].finish_reason for output in core.step()}
+    assert reasons == {"grows": "length", "bounded": "error", "first": "error", "second": "error"}
     engine.assert_empty()
 
 
@@ -257,11 +283,17 @@ def test_limits_hold_in_the_engine_too(engine: Engine) -> None:
     engine.assert_empty()
 
 
-def test_compressions_of_one_step_share_its_time(engine: Engine) -> None:
+class Slow(AtOnce):
+    """Each compression takes longer than a step may."""
+
+    def seconds(self, kind: Kind, num_entries: int) -> float:
+        return 1.0
+
+
+def test_compressions_of_one_step_share_its_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of twelve at once that are too long for a step, a step begins or ends one, and where nobody waits another; tokens
     stay what they are."""
-    scheduler, limits = engine.scheduler, engine.scheduler._limits
-    assert limits.rates is not None, "the worker has told the scheduler how fast it is"
+    scheduler = engine.scheduler
     rng = np.random.default_rng(5)
     prompts = [random_prompt(rng, LENGTH) for _ in range(12)]
     requests = [params(compression("rkv", budget=64, interval=8)) for _ in prompts]
@@ -273,19 +305,13 @@ def test_compressions_of_one_step_share_its_time(engine: Engine) -> None:
         counts.append(len(attached_step(output).plans))
         return output
 
-    scheduler.schedule = counted
-    try:
-        expected = engine.tokens(prompts, requests)
-        together = max(counts)
-        counts.clear()
-        slow = replace(limits.rates, products_per_second=1.0, touches_per_second=1.0)
-        scheduler._limits = replace(limits, rates=slow, max_seconds=1e12)  # each alone is within the limit
-        one_by_one = engine.tokens(prompts, requests)
-    finally:
-        scheduler._limits = limits
-        del scheduler.schedule
+    monkeypatch.setattr(scheduler, "schedule", counted)
+    expected = engine.tokens(prompts, requests)
+    together = max(counts)
+    counts.clear()
+    monkeypatch.setattr(scheduler, "_pace", Slow(1))
+    assert engine.tokens(prompts, requests) == expected
     assert together > 2 and max(counts) <= 2
-    assert one_by_one == expected
     engine.assert_empty()
 
 

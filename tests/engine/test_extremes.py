@@ -1,7 +1,7 @@
 """Engines whose keys and values are as large as their dtype takes, requests that generate for a long time, and as many
 compressions as requests can ask for."""
 
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,15 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, random_prompt, run
+from tests.engine.spread import AtOnce
 from tests.engine.watched import answer
 from tests.presets import SMALL
 from tests.random_model import SIZES, write_llama
 from vllm_kvmerge import compression
-from vllm_kvmerge.engine.plan import CompressionPlan, attached_step
-from vllm_kvmerge.engine.spreading import STEP_SECONDS
+from vllm_kvmerge.engine.plan import Kind, attached_step
+from vllm_kvmerge.engine.spreading import STEP_SECONDS, Pace
 from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.policies.cost import Rates
-from vllm_kvmerge.request.limits import Compression
 from vllm_kvmerge.request.parameters import parse_compression
 
 pytestmark = pytest.mark.slow
@@ -86,41 +85,31 @@ def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monk
     """Requests of every policy, each compressed after every token: together they would take many times what a step has
     room for. A plain request beside them gets a token in each step, and no step is planned longer than allowed."""
     texts, params = prompts(len(PRESETS)), {"temperature": 0, "ignore_eos": True}
-    engine.tokens(texts[:1], SamplingParams(max_tokens=2))  # then the worker has told the scheduler how fast it is
-    scheduler, limits = engine.scheduler, engine.scheduler._limits
+    scheduler = engine.scheduler
     asked = {"budget": BUDGET, "interval": 1, "decode": "bounded"}
     names = sorted(set(PRESETS) - {"kvzip"})  # whose context is repeated first
     fields = {name: SMALL.get(name, {}) | asked | {"policy": name} for name in names}
-    configs = {name: parse_compression(one) for name, one in fields.items()}
 
-    def seconds(limits: Any, plan: CompressionPlan) -> float:
-        config = parse_compression(plan.compression)
-        assert config is not None
-        num_entries = plan.front + plan.num_tokens - plan.tail
-        return float(limits.seconds(config, Compression(num_entries, plan.budget, plan.tail == 0)))
+    class Paced(AtOnce):
+        """The slowest policy takes almost all of a step."""
 
-    # So slow that the most expensive one takes almost all of a step.
-    slow = replace(limits, rates=Rates(1e6, 1e6), max_seconds=1e12)
-    longest = max(
-        slow.seconds(config, Compression(BUDGET + 8, BUDGET, at_prompt_end))
-        for config in configs.values()
-        for at_prompt_end in (True, False)
-        if config is not None
-    )
-    rate = 1e6 * longest / (0.9 * STEP_SECONDS)
-    slow = replace(slow, rates=Rates(rate, rate))
+        def seconds(self, kind: Kind, num_entries: int) -> float:
+            number = names.index(json.loads(kind[0])["policy"])
+            return 0.9 * STEP_SECONDS * (number + 1) / len(names)
+
     steps: list[tuple[float, int, bool]] = []
-    schedule = scheduler.schedule
+    pace, schedule = Paced(1), scheduler.schedule
 
     def noted(*arguments: Any) -> Any:
         output = schedule(*arguments)
         plans = attached_step(output).plans
         plain = any(name.startswith("plain") for name in output.num_scheduled_tokens)
-        steps.append((sum(seconds(slow, plan) for plan in plans), len(plans), plain))
+        seconds = sum(pace.seconds((plan.compression, 0), plan.front) for plan in plans)
+        steps.append((seconds, len(plans), plain))
         return output
 
     monkeypatch.setattr(scheduler, "schedule", noted)
-    monkeypatch.setattr(scheduler, "_limits", slow)
+    monkeypatch.setattr(scheduler, "_pace", pace)
     core, num_tokens = engine.llm.llm_engine, 200
     core.add_request("plain", {"prompt_token_ids": texts[0]}, SamplingParams(max_tokens=num_tokens, **params))
     for text, name in zip(texts[1:], names, strict=True):
@@ -131,4 +120,31 @@ def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monk
     assert all(plain for *_, plain in steps[:num_tokens]), "the plain request had to wait for a step"
     assert sum(one for one, *_ in steps) > 5 * STEP_SECONDS and max(count for _, count, _ in steps) > 1
     assert max(one for one, *_ in steps) <= STEP_SECONDS
+    engine.assert_empty()
+
+
+HARMFUL: dict[str, dict[str, Any]] = {
+    "grkv, 500 queries": {"policy": "grkv", "regression_window": 500, "budget": 0.25},
+    "rkv": {"policy": "rkv", "budget": 0.25},
+    "rkv, after every token": {"policy": "rkv", "budget": 3_700, "interval": 1, "decode": "bounded"},
+    "cam, 4,096 receivers": {"policy": "cam", "num_receivers": 4096, "budget": 0.6, "merge_prompt": True},
+    "zsmerge, behind 100 tokens": {"policy": "zsmerge", "context_tokens": 100, "budget": 40},
+}
+"""The worst that is known. What they do to others' throughput: ``benchmarks/step_latency.py --harmful``."""
+
+
+@pytest.mark.parametrize("case", HARMFUL)
+def test_sixteen_of_the_worst_are_answered_and_others_are_as_ever(engine: Engine, case: str) -> None:
+    """With the pace that workers have, so that compressions are spread as in a server."""
+    rng, sampling = np.random.default_rng(11), {"temperature": 0, "ignore_eos": True}
+    plain, long = [random_prompt(rng, 40) for _ in range(2)], [random_prompt(rng, 3_900) for _ in range(16)]
+    expected = engine.tokens(plain, SamplingParams(max_tokens=100, **sampling))
+    asked = SamplingParams(max_tokens=6, extra_args=compression(**HARMFUL[case]), **sampling)
+    at_once, engine.scheduler._pace = engine.scheduler._pace, Pace(engine.scheduler._limits.num_heads)
+    try:
+        params = [SamplingParams(max_tokens=100, **sampling)] * 2 + [asked] * 16
+        tokens = engine.tokens(plain + long, params)
+    finally:
+        engine.scheduler._pace = at_once
+    assert tokens[:2] == expected and all(len(one) == 6 for one in tokens[2:])
     engine.assert_empty()

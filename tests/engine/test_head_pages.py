@@ -1,6 +1,5 @@
 """Budgets that differ by layer and head, in an engine: they cost what their average costs, and change no answer."""
 
-import math
 import time
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import pytest
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import Engine, random_prompt
 from tests.engine.worker.test_head_pages import POLICIES
-from vllm_kvmerge.engine import scheduler
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.evaluation.continuation import forced
 from vllm_kvmerge.request.parameters import parse_compression
@@ -45,8 +43,6 @@ def test_probabilities_are_those_with_dead_entries_in_place(engine, monkeypatch,
 
 def test_bytes_are_those_of_the_average(engine, monkeypatch):
     """Beside snapkv at the same average: the layers that ``skip_layers`` leaves whole cost what they cost."""
-    # Over how many steps a compression is spread, which hold all tokens, depends on how fast it is.
-    monkeypatch.setattr(scheduler, "STEP_SECONDS", math.inf)
     length, num_layers = 1500, engine.scheduler._limits.shape.num_layers
     prompt = random_prompt(np.random.default_rng(8), length)
     asked = []

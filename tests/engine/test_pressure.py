@@ -54,8 +54,8 @@ def watched(engine, monkeypatch):
         preempted.append(request.request_id)
         preempt(request, *args, **kwargs)
 
-    def count_plan(request, *args):
-        done = plan(request, *args)
+    def count_plan(request, *args, **fields):
+        done = plan(request, *args, **fields)
         if done:
             compressed[request.request_id.rsplit("-", 1)[0]].append(request.num_computed_tokens)
         return done

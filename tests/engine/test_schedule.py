@@ -6,7 +6,6 @@ import pytest
 
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontSize, Segments
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression
-from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.limits import Limits, ModelShape
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 
@@ -109,11 +108,9 @@ def test_later_chunks_are_scored_by_the_newest_queries():
     assert one.score_bytes == LIMITS.prompt_score_bytes(196)
 
 
-def test_time_is_that_of_the_entries_there_are():
-    one, limits = compression("keepkv", decode="bounded"), replace(LIMITS, rates=Rates(1e9, 1e9))
-    first = one.seconds(UNCOMPRESSED, 500, limits)
-    assert first > one.seconds(Segments(96, 500), 532, limits) > 0
-    assert one.seconds(UNCOMPRESSED, 500, LIMITS) == 0, "rates are not known"
+def test_entries_that_a_compression_reads():
+    one = compression("keepkv", decode="bounded")
+    assert one.num_entries(UNCOMPRESSED, 500) == 500 and one.num_entries(Segments(96, 500), 532) == 96 + 32
 
 
 def test_memory_is_kept_for_whoever_came_first():
@@ -140,7 +137,7 @@ def test_refreshes_come_every_so_many_tokens_and_are_compressions_of_all():
     while (due := one.next_compression(segments)) is not None and due < 700:
         if one.is_refresh(segments, due):
             refreshed.append(due)
-            assert one.seconds(segments, due, replace(LIMITS, rates=Rates(1e9, 1e9))) > 0
+            assert one.num_entries(segments, due) == due
         at.append(due)
         segments = Segments(one.new_front(segments, due).places, one.covered(segments, due), due)
     # Between them the cache is compressed as usual, 32 tokens after the last time.

@@ -11,7 +11,7 @@ from tests.documented import ROOT, fences
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
 from vllm_kvmerge.cli import main
-from vllm_kvmerge.engine.proofs import RequestHistory
+from vllm_kvmerge.engine.accounting import Account
 from vllm_kvmerge.engine.sizing import Life, size
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.usage import CacheSize
@@ -19,7 +19,7 @@ from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 
 pytestmark = pytest.mark.engine
 
-note = RequestHistory.note
+note = Account.note
 FIELDS = {
     "one compression": {"policy": "snapkv", "budget": 0.2},
     "bounded": {"policy": "h2o", "budget": 90, "interval": 24, "decode": "bounded"},
@@ -56,7 +56,7 @@ def generate(engine, requests: list[tuple[int, int]], fields: dict | None) -> in
 @pytest.mark.parametrize(("context", "answer"), [(700, 70), (513, 1), (640, 33)])
 def test_a_request_holds_as_many_blocks(engine, kind, context, answer, monkeypatch):
     fields, seen = FIELDS[kind], list[CacheSize]()
-    monkeypatch.setattr(RequestHistory, "note", lambda proof, size: seen.append(size) or note(proof, size))
+    monkeypatch.setattr(Account, "note", lambda proof, size: seen.append(size) or note(proof, size))
     config = parse_compression(fields)
     _, ours = size(engine.llm.llm_engine.vllm_config, 1 << 30, context, answer, config)
     generate(engine, [(context, answer)], fields)

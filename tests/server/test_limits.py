@@ -44,7 +44,7 @@ def ask_context(server: Server, name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory, saved: SimpleNamespace) -> Iterator[Server]:
-    """Little time, little memory, all policies but one, a package whose parts fail, and a context from a file."""
+    """Little time and memory, all policies but one, a package whose parts fail, and a context from a file."""
     variables = failing.write_package(tmp_path_factory.mktemp("packages") / "site")
     options = ("--max-compaction-seconds", "0.5", "--max-compaction-bytes", str(48 << 20))
     options += "--external-cache-bytes", str(12 << 20), "--external-cache-dir", str(tmp_path_factory.mktemp("external"))
@@ -80,7 +80,6 @@ def test_a_saved_context_is_there_after_a_restart(strict: Server, saved: SimpleN
             "kv_compression",
             ["merger:regression"],
         ),
-        ({"policy": "grkv", "steps": 32, "cg_iterations": 1000}, "kv_compression", ["merger:regression", " s, most"]),
         ({"policy": "tova"}, "kv_compression.policy", ["'tova' is not allowed", "allowed: adakv"]),
         ({"policy": "snapkv", "context_tokens": 100_000}, "kv_compression.context_tokens", ["more than the prompt"]),
         ({"policy": "cam", "num_receivers": 10**15}, "kv_compression.num_receivers", ["4096", "1000000000000000"]),
@@ -137,7 +136,7 @@ def test_failing_parts_among_other_requests(strict: Server) -> None:
     """Twenty requests at once, a third of them with parts that fail: those say which, the others are answered."""
     good = answer(strict, {"policy": "keepkv", "budget": 64}).json()["choices"][0]["text"]
     plain = strict.complete(PROMPT, max_tokens=8)["choices"][0]["text"]
-    faults = [fault for fault in failing.FAULTS if fault[1] not in ("sleep", "sleep_a_little")]
+    faults = [fault for fault in failing.FAULTS if fault[1] not in ("sleep", "hold", "sleep_a_little")]
     faults += [fault for fault in failing.FAULTS if fault[1] == "sleep"]
     jobs = [{"policy": failing.PRESET, "budget": 64, field: value} for field, value, _ in faults]
     with ThreadPoolExecutor(32) as pool:
@@ -153,12 +152,23 @@ def test_failing_parts_among_other_requests(strict: Server) -> None:
     assert {future.result().json()["choices"][0]["text"] for future in fine} == {good}
     assert {future.result()["choices"][0]["text"] for future in untouched} == {plain}
     for part in ("selector:failing", "merger:failing"):
-        # What cannot say its cost is refused before it is queued; the stream is one more.
-        count = sum(blamed == part and fault != "cost" for _, fault, blamed in faults) + (part == "selector:failing")
+        # The stream is one more.
+        count = sum(blamed == part for *_, blamed in faults) + (part == "selector:failing")
         labels = {"policy": failing.PRESET, "part": part}
         assert strict.metric("vllm:kvmerge_failed_compactions_total", **labels) == count
     assert strict.metric("vllm:kvmerge_live_bytes") == 0
     assert answer(strict, {"policy": "keepkv", "budget": 64}).json()["choices"][0]["text"] == good
+
+
+def test_a_part_that_exceeds_its_bounds_again_is_refused(strict: Server) -> None:
+    """It has slept once: what holds too much now is the second time."""
+    job = {"policy": failing.PRESET, "budget": 64, "merge_fault": "hold"}
+    ended, refused = (answer(strict, job) for _ in range(2))
+    assert ended.status_code == 500 and "merger failing: held 256.0 MiB, more than" in ended.json()["error"]["message"]
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "kv_compression"
+    assert "merger:failing is refused until the server is restarted" in error["message"]
+    assert answer(strict, {"policy": "keepkv", "budget": 64}).status_code == 200
 
 
 def test_a_worker_is_killed_while_it_answers(strict: Server) -> None:

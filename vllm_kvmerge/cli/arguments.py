@@ -39,6 +39,7 @@ LISTED_GROUPS = ("general_plugins", "platform_plugins", "io_processor_plugins", 
 PLUGIN_OPTIONS = (
     "allowed_policies",
     "max_compaction_bytes",
+    "compaction_workspace_bytes",
     "max_compaction_seconds",
     "external_cache_bytes",
     "external_cache_dir",

@@ -60,13 +60,18 @@ class PluginConfig(BaseModel):
 
     max_compaction_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] | None = Field(
         None,
-        description="Memory outside the cache that compressing one request may take, per worker; requests that need "
-        f"more are refused. Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or {LAYERS_AT_ONCE} times the float32 keys "
-        "and values of one layer of the longest request if that is more.",
+        description="Memory outside the cache that a request's newest queries may take, and work on one KV head, per "
+        f"worker; requests that need more are refused. Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or "
+        f"{LAYERS_AT_ONCE} times the float32 keys and values of one layer of the longest request if that is more.",
     )
+    compaction_workspace_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 40)
+    """Working memory of compactions, per worker: as many layers and heads are compressed at once as fit into it.
+    Another package's part that holds more than twice as much, or twice what one KV head takes, is refused by name after
+    the second time."""
+
     max_compaction_seconds: float = Field(5.0, gt=0.0, le=3600.0)
-    """Estimated seconds that compressing one request may keep all others waiting, once per block of tokens during
-    generation; requests that would take longer are refused."""
+    """Seconds that another package's part may take for one compression; its request ends with an error, and after the
+    second time the part is refused by name."""
 
     external_cache_bytes: int = Field(4 << 30, ge=0)
     """Memory outside the pool, per worker, for the complete caches of requests with a refresh, taken as they come.
@@ -157,7 +162,7 @@ def shares_contexts(vllm_config: "VllmConfig") -> bool:
 
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:
-    """Limits of an engine's requests, without the speed of its workers, which they report."""
+    """Limits of an engine's requests."""
     options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     allowed, layer = options.allowed_policies, full_layer(model)
     num_kv_heads = model.get_num_kv_heads(parallel, layer)
@@ -166,6 +171,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         allowed_policies=None if allowed is None else frozenset(allowed),
         max_bytes=options.max_compaction_bytes or max(LEAST_COMPACTION_BYTES, LAYERS_AT_ONCE * one_layer),
         max_seconds=options.max_compaction_seconds,
+        workspace_bytes=options.compaction_workspace_bytes,
         shape=ModelShape(
             num_layers=num_full_layers(model, parallel),
             num_kv_heads=num_kv_heads,

@@ -40,7 +40,7 @@ class FailedRequests:
 
     def add(self, request_id: str, error: Exception) -> None:
         if isinstance(error, CompressionError | ContextRefused):
-            failure = Failure(str(error))
+            failure = Failure(str(error), is_bad=isinstance(error, CompressionError))
         elif isinstance(error, PartError):
             failure = Failure(str(error), error.part)
         else:
@@ -61,12 +61,15 @@ class FailedRequests:
     def tell(self, outputs_by_client: dict[int, EngineCoreOutputs]) -> None:
         """Adds the errors of ended requests to a step's outputs."""
         for request, failure in self._ended:
+            report: dict[str, Any] = {ERROR_KEY: failure.message}
+            if failure.is_bad:
+                report[STATUS_KEY] = HTTPStatus.BAD_REQUEST.value
             output = EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
                 events=request.take_events(),
-                kv_transfer_params={REPORT_KEY: {ERROR_KEY: failure.message}},
+                kv_transfer_params={REPORT_KEY: report},
                 trace_headers=request.trace_headers,
             )
             outputs_by_client.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvmerge.policies.cost import Rates
-
 if TYPE_CHECKING:  # compactions can be run without vLLM
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -229,7 +227,8 @@ class CompressionStep:
     step completes, and of scores kept before that are those of its context; in this order. forgotten_scores: numbers of
     scores that are needed no more after that.
 
-    usage: its ``UsageReports`` entries, which workers ignore.
+    usage: its steps in ``Accounts``, which workers ignore. is_awaited: others wait for their next tokens while
+    requests are compressed.
 
     poisoned: ids of blocks that are filled with NaN before anything else.
     """
@@ -246,16 +245,20 @@ class CompressionStep:
     recalled_scores: dict[str, int] = field(default_factory=dict)
     forgotten_scores: list[int] = field(default_factory=list)
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
+    is_awaited: bool = False
     poisoned: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Failure:
     """The reason why a request ends with an error. part: kind and name of the part that failed, such as ``merger:zip``;
-    None: the request cannot be honoured."""
+    None: the request cannot be honoured. is_last: the part has exceeded its bounds twice, and is not used again.
+    is_bad: another request is needed, not another try."""
 
     message: str
     part: str | None = None
+    is_last: bool = False
+    is_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,25 +284,32 @@ class HeadCounts:
     most: int
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a worker has come with a plan that is carried out in parts. done: share of the work. seconds: that all of
-    it would take at the pace of the last parts; None: not known."""
+Kind = tuple[str, int]
+"""Compressions that take about as long for each entry: the request's ``kv_compression`` as JSON text, and the binary
+digits of the number of entries per KV head."""
 
-    done: float
-    seconds: float | None
+
+@dataclass
+class Spent:
+    """Time that a worker has spent on compressions of one kind. entries: per KV head, before it, of all of them.
+    awaited: seconds of it in steps with ``is_awaited``."""
+
+    seconds: float = 0.0
+    entries: float = 0.0
+    awaited: float = 0.0
 
 
 @dataclass
 class CompressionReport:
     """A worker's report after a step. failures: by request; the caches of these hold their newest entries. fronts,
-    counts, progress: by request. rates: this worker's speed, with its first output only."""
+    counts: by request. progress: by request, the share that has been done of a plan that is carried out in parts.
+    spent: since the last report."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
     fronts: dict[str, FrontReport] = field(default_factory=dict)
     counts: dict[str, HeadCounts] = field(default_factory=dict)
-    progress: dict[str, Progress] = field(default_factory=dict)
-    rates: Rates | None = None
+    progress: dict[str, float] = field(default_factory=dict)
+    spent: dict[Kind, Spent] = field(default_factory=dict)
 
 
 # Both messages travel as an attribute of vLLM's own, which are pickled whole. A field for plugins in vLLM's classes

@@ -5,12 +5,12 @@ asynchronous scheduling. Where a front's size depends on data, it is counted at 
 return blocks, and to repeat a compression, but never to decide when. This module does not depend on vLLM.
 """
 
-from collections.abc import Hashable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
-from vllm_kvmerge.request.limits import Compression, Limits
+from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.parameters import CompressionConfig
 
 
@@ -162,18 +162,6 @@ class RequestCompression:
         # What follows the context stays whole until the prompt has been computed.
         return max(self._count_at(segments, self.budget + self.interval), self.num_prompt_tokens)
 
-    def batch(self, segments: Segments) -> Hashable:
-        """Equal for requests whose next compressions, as they generate, can be one batch (``Compactor``); None: it is
-        none of these."""
-        if not segments.are_compressed or self.is_in_context(segments) or self.config.refresh is not None:
-            return None
-        if self._next_over_budget(segments) is None:
-            return None
-        policy, is_even = self.config.policy, segments.front == segments.num_places == self.budget
-        if is_even and policy.takes_padding and self.config.positions != "cache":
-            return policy.text, self.interval
-        return self.config.text, self.budget, self.interval, segments.front, segments.num_places
-
     def _count_at(self, segments: Segments, num_entries: int) -> int:
         """Number of computed tokens at which the cache comes to so many entries, more than the budget."""
         front = segments.front
@@ -226,7 +214,7 @@ class RequestCompression:
     def new_front(self, segments: Segments, num_tokens: int, reported: FrontReport | None = None) -> FrontSize:
         """Size of the front after a compression at ``num_tokens``. reported: what the same compression came to before
         the request was preempted. Raises PartError."""
-        num_entries = self._num_entries(segments, num_tokens)
+        num_entries = self.num_entries(segments, num_tokens)
         places = num_entries if self.capacity is None else min(num_entries, self.capacity)
         even = FrontSize.even(places, self.block_size)
         if not self.is_uneven or num_entries <= self.budget:
@@ -251,17 +239,7 @@ class RequestCompression:
         held = share_blocks if self.has_pages else even.num_blocks
         return FrontSize(entries, places, held, share_blocks, self.has_pages, self.may_shrink)
 
-    def seconds(self, segments: Segments, num_tokens: int, limits: Limits) -> float:
-        """Estimated seconds of a compression at ``num_tokens``. Raises PartError."""
-        is_refresh = self.is_refresh(segments, num_tokens)
-        at_prompt_end = is_refresh or not segments.are_compressed
-        num_scored = num_tokens if is_refresh else 0
-        num_entries = self._num_entries(segments, num_tokens)
-        num_rescored = num_entries if self.is_rescored(segments) else 0
-        one = Compression(num_entries, self.budget, at_prompt_end, num_scored=num_scored, num_rescored=num_rescored)
-        return limits.seconds(self.config, one)
-
-    def _num_entries(self, segments: Segments, num_tokens: int) -> int:
+    def num_entries(self, segments: Segments, num_tokens: int) -> int:
         """Entries per KV head that a compression at ``num_tokens`` reads."""
         if self.is_refresh(segments, num_tokens):
             return self.covered(segments, num_tokens)

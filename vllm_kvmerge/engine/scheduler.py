@@ -19,13 +19,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine import compat
+from vllm_kvmerge.engine.accounting import Accounts
 from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, MergeableAttentionManager, compressed_group, window_blocks
 from vllm_kvmerge.engine.connectors import HiddenRequests
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
-from vllm_kvmerge.engine.gathering import MAX_STEPS, NextCompression, held_back
 from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.metrics import (
     CacheGauges,
@@ -46,6 +46,7 @@ from vllm_kvmerge.engine.plan import (
     Failure,
     FrontReport,
     FrontSize,
+    Kind,
     PromptWindow,
     Segments,
     attach,
@@ -55,14 +56,13 @@ from vllm_kvmerge.engine.plan import (
 from vllm_kvmerge.engine.poison import FreedBlocks
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.pressure import Pressure
-from vllm_kvmerge.engine.proofs import Proofs
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression, cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.sharing import ContextSharing
-from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, SpreadCompression
+from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, Pace, SpreadCompression
 from vllm_kvmerge.engine.support import check_config
-from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize, UsageReports
+from vllm_kvmerge.engine.usage import CacheSize
 from vllm_kvmerge.policies.errors import PartError, label
 from vllm_kvmerge.request.limits import KEPT_SHARE
 from vllm_kvmerge.request.parameters import (
@@ -116,13 +116,16 @@ class CompressionSchedulerMixin(Scheduler):
         self._compressions: dict[str, RequestCompression] = {}
         self._next_at: dict[str, tuple[Segments, int | None]] = {}
         """By request ``_next_compression``, and the segments that it is of."""
-        self._due: dict[str, int] = {}
-        """Requests whose compression is due, longest wait first, and for how many steps it has been."""
+        self._due: list[str] = []
+        """Requests whose compression is due, longest wait first."""
         self._spread: dict[str, SpreadCompression] = {}
         """Compressions that are carried out in several steps, by request: one at a time."""
         self._repeating: dict[str, RepeatingRequest | None] = {}
         """The internal request at work, by the one whose context it repeats; None once the last has been scheduled, or
         scores have been recalled."""
+        self._pace = Pace(self._limits.num_heads)
+        self._refused: dict[str, str] = {}
+        """Why parts are not used again, by kind and name."""
         self._known_scores = KnownScores(self._limits.max_bytes if self.kv_cache_manager.enable_caching else 0)
         self._orphans: list[str] = []
         """Internal requests that nobody needs any more."""
@@ -150,8 +153,8 @@ class CompressionSchedulerMixin(Scheduler):
         others = cache.num_blocks - 1 - longest
         most = max(0, min(int(options.contexts_share * (cache.num_blocks - 1)), others))
         self._contexts = ContextStore(self._manager, self._bytes_per_block, most, hash_function)
-        self._proofs = Proofs(self._bytes_per_block, self._size)
-        self._sharing = ContextSharing(self._manager, self._compressions, self._engine, self._proofs)
+        self._accounts = Accounts(self._bytes_per_block, self._size)
+        self._sharing = ContextSharing(self._manager, self._compressions, self._engine, self._accounts)
         watermark = self.kv_cache_manager.watermark_blocks
         self._pressure = Pressure(
             self._manager,
@@ -171,7 +174,6 @@ class CompressionSchedulerMixin(Scheduler):
         self._kept_bytes = KeptBytes()
         self._external_bytes = KeptBytes()
         self._failed = FailedRequests(self._engine)
-        self._usage = UsageReports(self._bytes_per_block)
         self._gauges = CacheGauges(self._engine, self._bytes_per_block)
 
     # Requests, as they arrive, are preempted and end.
@@ -179,13 +181,12 @@ class CompressionSchedulerMixin(Scheduler):
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
-            config = None
             try:
                 config = self._requested(request, extra.get(EXTRA_ARGS_KEY))
                 compression = self._resolve(request, config)
                 if (asked := extra.get(CONTEXT_KEY)) is not None:
                     self._contexts.ask(request, asked, compression)
-                self._proofs.begin(request, extra.get(EXTRA_ARGS_KEY), config, compression)
+                self._accounts.begin(request, extra, config, compression)
             except Exception as error:  # this request alone ends, before its first step
                 self._failed.add(request.request_id, error)
             else:
@@ -194,7 +195,6 @@ class CompressionSchedulerMixin(Scheduler):
                     if self.connector is not None:
                         self._hidden.add(request.request_id)
                         count_not_offloaded(compression.config.name, self._engine)
-            self._usage.begin(request, extra.get(USAGE_KEY), config)
         super().add_request(request)
 
     def _requested(self, request: Request, asked: Any) -> CompressionConfig | None:
@@ -217,6 +217,10 @@ class CompressionSchedulerMixin(Scheduler):
         # A server's front end has checked this; offline there is none.
         config.check_prompt(request.num_prompt_tokens)
         self._limits.check(config, request.num_prompt_tokens, request.max_tokens)
+        for part in map(label, config.policy.parts):
+            if part in self._refused:
+                why = f"{part} is refused until the server is restarted: {self._refused[part]}"
+                raise CompressionError(EXTRA_ARGS_KEY, f"{why}; allowed: other parts", "part_refused")
         if config.never_compresses(request.num_prompt_tokens, request.max_tokens):
             self._limit_to_pool(request, None)
             return None  # plain attention is exact and cheaper
@@ -252,7 +256,7 @@ class CompressionSchedulerMixin(Scheduler):
             raise CompressionError(EXTRA_ARGS_KEY, message, "too_long_to_repeat")
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self._proofs.note(request)
+        self._accounts.note(request)
         self._drop_spread(request)
         self._release_kept(request)
         if self._awaits_pressure(request):
@@ -301,7 +305,7 @@ class CompressionSchedulerMixin(Scheduler):
         return spread is not None
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._proofs.note(request)
+        self._accounts.note(request)
         was_spread = self._drop_spread(request)
         self._release_kept(request)
         self._stop_repeating(request)
@@ -315,10 +319,10 @@ class CompressionSchedulerMixin(Scheduler):
         self._reported.pop(request.request_id, None)
         self._unreported.pop(request.request_id, None)
         params, *others = super()._free_request(request, *args, **kwargs)
-        params = self._usage.end(request.request_id, params)
+        params = self._accounts.end(request, params)
         if cannot_be_spelled(request, self.structured_output_manager.backend):
             params = as_bad_request(params)
-        return self._proofs.end(request, params), *others
+        return params, *others
 
     # A KV connector, if there is one.
 
@@ -387,7 +391,7 @@ class CompressionSchedulerMixin(Scheduler):
             running = {request.request_id for request in self.running}
             for kept in (self._kept_bytes, self._external_bytes):
                 kept.keep(running)
-        self._usage.before_compressions(self.running, self._size)
+        self._accounts.begin_step(self.running)
         step = CompressionStep()
         step.adoptions = self._sharing.adoptions(self.requests)
         for request_id in step.adoptions:
@@ -411,7 +415,7 @@ class CompressionSchedulerMixin(Scheduler):
         if self._manager.fronts is not None:
             step.forgotten = self._manager.fronts.take_forgotten()
         compressed = {plan.request_id: plan.is_refresh for plan in step.plans}
-        step.usage = self._usage.after_compressions(self.running, self._size, compressed)
+        step.usage = self._accounts.end_step(self.running, compressed)
         if self._freed is not None:
             step.poisoned = self._freed.take()
         attach(output, None if step == NO_STEP else step)
@@ -426,7 +430,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._compressions
             or self._repeating
             or self._orphans
-            or self._usage
+            or self._accounts.has_steps
             or self._kept_bytes
             or self._external_bytes
             or self._manager.has_retired
@@ -448,18 +452,20 @@ class CompressionSchedulerMixin(Scheduler):
     def _compress_due(self, step: CompressionStep, output: SchedulerOutput) -> None:
         """Adds the compressions due after ``step``, and parts of those that are spread."""
         is_awaited = self._is_awaited(output)
-        waiting, seconds = self._plan_due(step, output, is_awaited)
+        room = self._pace.room(is_awaited)
+        waiting, seconds = self._plan_due(step, is_awaited, room)
         while waiting and not output.num_scheduled_tokens and not step.plans and not self._spread:
             # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
             self.running.remove(waiting[-1])
             self._preempt_request(waiting[-1], time.monotonic())
-            waiting, seconds = self._plan_due(step, output, is_awaited)
-        for spread in list(self._spread.values()):
-            part = spread.next_part(max(LEAST_SECONDS, STEP_SECONDS - seconds)) if is_awaited else None
+            waiting, seconds = self._plan_due(step, is_awaited, room)
+        for spread in list(self._spread.values() if room else ()):
+            part = spread.next_part(max(LEAST_SECONDS, room - seconds), self._pace) if is_awaited else None
             if part is None:
                 self._complete(spread, step)
             else:
                 step.parts.append(part)
+        step.is_awaited = is_awaited and bool(step.plans or step.parts)
 
     def call_contexts(self, text: str) -> str:
         """``ContextStore.call``."""
@@ -686,15 +692,14 @@ class CompressionSchedulerMixin(Scheduler):
             for request in self.running
         )
 
-    def _plan_due(
-        self, step: CompressionStep, output: SchedulerOutput, is_awaited: bool
-    ) -> tuple[list[Request], float]:
+    def _plan_due(self, step: CompressionStep, is_awaited: bool, room: float) -> tuple[list[Request], float]:
         """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs, and the
-        estimated seconds of the others. is_awaited: requests without one wait for their next tokens.
+        seconds of the others. is_awaited: other requests wait for their next tokens. room: seconds that there are for
+        compressions; 0: none are added.
 
-        A step takes as many as fit into an estimated ``STEP_SECONDS``, less what one that is spread gets, and at least
-        one; a refresh alone. A longer one is spread if it is awaited. The others are deferred to the next steps,
-        longest wait first; until then their requests compute nothing.
+        A step takes as many as fit, less what one that is spread gets, and at least one; a refresh alone. If other
+        requests wait, a longer one is spread. The others are deferred to the next steps, longest wait first; until then
+        their requests compute nothing.
         """
         due: dict[str, Request] = {}
         for request in self.running:
@@ -703,53 +708,43 @@ class CompressionSchedulerMixin(Scheduler):
                 self._open_window(request, due_at, step)
                 if request.num_computed_tokens >= due_at and self._is_scored(request):
                     due[request.request_id] = request
-        waiting, seconds = [], 0.0
-        before = {request_id: steps + 1 for request_id, steps in self._due.items() if request_id in due}
-        self._due = before | {request_id: 0 for request_id in due if request_id not in before}
-        held = held_back(self._next_of_generating(output)) if self._due else set()
-        for request_id in [one for one in self._due if one not in held]:
+        waiting, seconds = list[Request](), 0.0
+        self._due = list(dict.fromkeys([*(one for one in self._due if one in due), *due]))
+        if not room:
+            return waiting, seconds
+        for request_id in list(self._due):
             request, segments = due[request_id], self._manager.segments_of(request_id)
             try:
                 compression = self._compressions[request_id]
                 reported = self._reported.get(request_id, {}).get(request.num_computed_tokens)
                 new_front = compression.new_front(segments, request.num_computed_tokens, reported)
-                estimate = compression.seconds(segments, request.num_computed_tokens, self._limits)
+                kind, num_entries = self._kind(request)
+                estimate = self._pace.seconds(kind, num_entries)
                 is_refresh = compression.is_refresh(segments, request.num_computed_tokens)
             except PartError as error:
                 self._failed.add(request_id, error)
-                del self._due[request_id]
+                self._due.remove(request_id)
                 continue
             is_spread = is_awaited and estimate > STEP_SECONDS and not self._ends_now(request)
             if is_spread and self._spread:
                 continue  # one after the other: together, both would take as long as the longer one
             # A refresh has a step's time to itself: it moves the complete cache too, how fast is not known.
             is_alone = is_refresh or (step.plans and step.plans[0].is_refresh)
-            room = STEP_SECONDS - LEAST_SECONDS if self._spread else STEP_SECONDS
-            if step.plans and (is_alone or (not is_spread and seconds + estimate > room)):
+            left = room - seconds - (LEAST_SECONDS if self._spread else 0.0)
+            if step.plans and (is_alone or (not is_spread and estimate > left)):
                 break
-            if self._plan(request, new_front, step, estimate if is_spread else None):
+            if self._plan(request, new_front, step, is_spread):
                 seconds += 0.0 if is_spread else estimate
-                del self._due[request_id]
+                self._due.remove(request_id)
             else:
                 waiting.append(request)
         return waiting, seconds
 
-    def _next_of_generating(self, output: SchedulerOutput) -> dict[str, NextCompression]:
-        """Compressions that are due, or will be if the requests of this step go on computing a token in each."""
-        found = {}
-        for request in self.running:
-            request_id, num_computed = request.request_id, request.num_computed_tokens
-            compression, segments = self._compressions.get(request_id), self._manager.segments_of(request_id)
-            is_due = request_id in self._due
-            computes = request_id in output.num_scheduled_tokens and num_computed >= request.num_prompt_tokens
-            if compression is None or request_id in self._spread or not (is_due or computes):
-                continue
-            batch, due_at = compression.batch(segments), self._next_compression(request)
-            if batch is None or due_at is None or num_computed + 2 * compression.interval > compression.total:
-                continue  # it would not save as much as it costs
-            steps, most = (0 if is_due else due_at - num_computed), min(MAX_STEPS, compression.interval // 4)
-            found[request_id] = NextCompression(batch, steps, self._due.get(request_id, 0), most)
-        return found
+    def _kind(self, request: Request) -> tuple[Kind, int]:
+        """Kind of the request's compression, now, and entries per KV head before it."""
+        compression, segments = self._compressions[request.request_id], self._manager.segments_of(request.request_id)
+        num_entries = compression.num_entries(segments, request.num_computed_tokens)
+        return (compression.config.text, num_entries.bit_length()), num_entries
 
     def _ends_now(self, request: Request) -> bool:
         """True if the request ends with the token of this step, so that its context's front would not come to be."""
@@ -770,8 +765,8 @@ class CompressionSchedulerMixin(Scheduler):
         return compression is not None and compression.config.awaits_pressure
 
     def _relieve_pressure(self, step: CompressionStep) -> None:
-        """Adds to ``step`` the compressions that end a shortage of blocks: as many as fit into an estimated
-        ``STEP_SECONDS``, and at least one."""
+        """Adds to ``step`` the compressions that end a shortage of blocks: as many as fit into ``STEP_SECONDS``, and at
+        least one."""
         if not self._compressions:
             return
         asleep = [
@@ -789,25 +784,23 @@ class CompressionSchedulerMixin(Scheduler):
         first_waiting, seconds = self.waiting.peek_request() if self.waiting else None, 0.0
         for relief in self._pressure.reliefs(self.running, first_waiting, asleep, self._failed.add):
             request, compression = relief.request, self._compressions[relief.request.request_id]
-            segments = self._manager.segments_of(request.request_id)
-            seconds += compression.seconds(segments, request.num_computed_tokens, self._limits)
+            seconds += self._pace.seconds(*self._kind(request))
             if step.plans and seconds > STEP_SECONDS:
                 break
             # Not spread: blocks are needed at once.
-            if self._plan(request, relief.new_front, step, None):
+            if self._plan(request, relief.new_front, step, is_spread=False):
                 count_relief(compression.config.name, self._engine)
 
-    def _plan(
-        self, request: Request, new_front: FrontSize, step: CompressionStep, spread_seconds: float | None
-    ) -> bool:
-        """Adds the request's compression to ``step``; False if there is no room to copy shared blocks. spread_seconds:
-        estimate of one that begins with this step and is spread over the next ones; None: it is not."""
+    def _plan(self, request: Request, new_front: FrontSize, step: CompressionStep, is_spread: bool) -> bool:
+        """Adds the request's compression to ``step``; False if there is no room to copy shared blocks. is_spread: it
+        begins with this step and is spread over the next ones."""
         request_id, num_computed = request.request_id, request.num_computed_tokens
         compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
+        kind = self._kind(request)
         is_refresh = compression.is_refresh(segments, num_computed)
         num_tokens = compression.covered(segments, num_computed)
         computed = self._manager.computed_blocks(request_id)
-        self._proofs.note(request)
+        self._accounts.note(request)
         turns_windows = compression.config.positions == "cache"
         relocation = self._manager.relocate(request_id, num_tokens, new_front, num_computed, turns_windows)
         if relocation is None:
@@ -844,9 +837,9 @@ class CompressionSchedulerMixin(Scheduler):
         )
         self._repeating.pop(request_id, None)
         superseded = computed if is_superseding else []
-        spread = SpreadCompression(plan, segments, relocation.num_freed, spread_seconds or 0.0, superseded)
+        spread = SpreadCompression(plan, segments, relocation.num_freed, *kind, superseded)
         self._spread[request_id] = spread
-        if spread_seconds is None:
+        if not is_spread:
             self._complete(spread, step)
         return True
 
@@ -871,7 +864,7 @@ class CompressionSchedulerMixin(Scheduler):
         # Where each head has a page that is not full, a compression may take a block more than it frees.
         num_blocks = max(0, num_blocks)
         count_freed(self._policy(request_id), self._engine, num_blocks, num_blocks * self._bytes_per_block)
-        self._proofs.note_returned(request_id, num_blocks)
+        self._accounts.note_returned(request_id, num_blocks)
 
     # Outputs of a step.
 
@@ -890,20 +883,18 @@ class CompressionSchedulerMixin(Scheduler):
         # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
         self._end_failed()
         if step.usage:
-            self._usage.computed(step.usage)
+            self._accounts.computed(step.usage)
         self._num_drafts = {}  # vLLM takes back those that were rejected
         policies = {request_id: one.config.name for request_id, one in self._compressions.items()}  # some end now
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         self._count_generated(outputs_by_client, policies)
         self._end_orphans()
         self._failed.tell(outputs_by_client)
-        self._usage.add_steps(outputs_by_client)
-        self._proofs.add_to(outputs_by_client)
+        self._accounts.add_to(outputs_by_client)
         return outputs_by_client
 
     def _learn(self, report: CompressionReport) -> None:
-        if report.rates is not None:
-            self._limits = replace(self._limits, rates=report.rates)
+        self._pace.learn(report.spent)
         for request_id, front in report.fronts.items():
             if request_id in self._compressions:  # otherwise it has ended
                 self._reported.setdefault(request_id, {})[front.num_tokens] = front
@@ -912,8 +903,20 @@ class CompressionSchedulerMixin(Scheduler):
         for request_id, progress in report.progress.items():
             if request_id in self._spread:
                 self._spread[request_id].learn(progress)
-        self._proofs.count(report)
+        self._accounts.count(report)
         self._failed.update(report.failures)
+        for failure in report.failures.values():
+            if failure.is_last and failure.part is not None:
+                self._refused[failure.part] = failure.message
+                self._end_users(failure.part, failure)
+
+    def _end_users(self, part: str, failure: Failure) -> None:
+        """Ends requests that are still to be compressed by a part that is not used again."""
+        for request_id, compression in self._compressions.items():
+            request = self.requests[request_id]
+            is_needed = self._awaits_pressure(request) or self._next_compression(request) is not None
+            if is_needed and part in map(label, compression.config.policy.parts):
+                self._failed.update({request_id: failure})
 
     def _count_generated(self, outputs_by_client: dict[int, EngineCoreOutputs], policies: dict[str, str]) -> None:
         """policies: of the compressed requests."""

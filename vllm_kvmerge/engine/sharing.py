@@ -7,11 +7,11 @@ from dataclasses import replace
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kvmerge.engine.accounting import Accounts
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import PART, TURN, FrontCache, HeldWindow, SharedFront
 from vllm_kvmerge.engine.metrics import count_context
 from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn, Segments
-from vllm_kvmerge.engine.proofs import Proofs
 from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
 from vllm_kvmerge.policies.errors import PartError
 
@@ -27,10 +27,10 @@ class ContextSharing:
         manager: MergeableAttentionManager,
         compressions: Mapping[str, RequestCompression],
         engine: int,
-        proofs: Proofs,
+        accounts: Accounts,
     ) -> None:
         self._manager, self._compressions, self._engine = manager, compressions, engine
-        self._proofs = proofs
+        self._accounts = accounts
         self._keys: dict[str, BlockHash | None] = {}
         self._parts: dict[str, dict[int, BlockHash]] = {}
         """Keys of a context's parts, longest first, by the number of their tokens."""
@@ -124,7 +124,7 @@ class ContextSharing:
             )
             if restores_output and front.num_tokens % block_size == 0:
                 self._manager.retire(request_id, front.num_tokens // block_size - 1)
-            self._proofs.note_reused(request_id, front)
+            self._accounts.note_reused(request_id, front)
             count_context(compression.config.name, self._engine, front.num_tokens)
         return adoptions
 
@@ -266,7 +266,7 @@ class ContextSharing:
         rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
         self._manager.block_pool.touch(blocks)
         turn, num_bytes = fronts.turn(request, num_tokens, policy), compression.shared_bytes(num_tokens)
-        kept = self._proofs.kept(request.request_id)
+        kept = self._accounts.kept(request.request_id)
         self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept, windows))
         self._turns[request.request_id] = KeptTurn(key, num_tokens, num_bytes > 0)
 

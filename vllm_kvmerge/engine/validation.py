@@ -1,7 +1,7 @@
 """The check that every request passes before vLLM queues it, offline requests included."""
 
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
@@ -17,7 +17,6 @@ from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.served_model import EngineModel
-from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.parameters import (
@@ -93,20 +92,17 @@ _default: dict[str, Any] | str | None = None
 
 
 async def enforce_limits(engine_client: "EngineClient") -> None:
-    """Makes the check refuse requests that exceed the engine's limits, at the speed of its slowest worker.
+    """Makes the check refuse requests that exceed the engine's limits.
 
     Without it, as offline, only the scheduler checks limits, and ends a request that exceeds them with an error.
     """
     global _limits, _model, _default
     config = engine_client.vllm_config
-    workers = [Rates(**rates) for rates in await engine_client.collective_rpc("compression_rates")]
-    slowest = Rates(*map(min, zip(*map(astuple, workers), strict=True)))
     _model = EngineModel(config.model_config)
     limits, pools = request_limits(config), await engine_client.collective_rpc("pool_sizes")
     num_blocks, block_size, windows = min(pools)
     _limits = replace(
         limits,
-        rates=slowest,
         block_size=block_size,
         pool_tokens=(num_blocks - 1) * block_size,
         window_blocks=tuple((most, size) for most, size in windows),

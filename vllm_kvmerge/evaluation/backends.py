@@ -42,7 +42,7 @@ class Request:
 class Answer:
     """logprobs: of the continuation's tokens. seconds: from submission to the end, waiting included.
 
-    usage: what the scheduler counted of the request's cache (``CacheUsage.report``); None where a server does not say.
+    usage: what the scheduler counted of the request's cache (``Account.report``); None where a server does not say.
     """
 
     text: str

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies.context import CompressionContext, Heads, Queries
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.entries import DEAD, Entries
 from vllm_kvmerge.policies.update import CacheUpdate
 
 # fmt: off
 __all__ = [
-    "DEAD", "MAX_QUERIES", "MAX_TOKENS", "Allocator", "CacheUpdate", "CompressionContext", "Cost", "CostShape",
-    "Entries", "Heads", "Merger", "Part", "Queries", "Repetition", "ScoreMode", "Selector", "ServedModel", "Tracker",
-    "gathering", "sorting",
+    "DEAD", "MAX_QUERIES", "MAX_TOKENS", "Allocator", "CacheUpdate", "CompressionContext", "Entries", "HeadShape",
+    "Heads", "Merger", "Part", "Queries", "Repetition", "ScoreMode", "Selector", "ServedModel", "Tracker",
 ]
 # fmt: on
 
@@ -50,6 +48,23 @@ class ServedModel:
     def encode(self, text: str) -> list[int] | None:
         """Token ids of a text, without special tokens; None if there is no tokenizer, or it lacks some of the words."""
         return None
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of the work on one KV head of one layer. num_entries: before it. num_kept: entries that stay. group_size:
+    query heads. hidden_size: of the model."""
+
+    num_entries: int
+    num_kept: int
+    head_size: int
+    group_size: int
+    hidden_size: int
+
+    @property
+    def num_leaving(self) -> int:
+        """Entries that the selector does not keep."""
+        return max(0, self.num_entries - self.num_kept)
 
 
 class Part(BaseModel):
@@ -88,18 +103,13 @@ class Part(BaseModel):
         Default: it reads no output projections, which take values of heads."""
         return not self.needs_output_weights
 
-    ignores_dead: ClassVar[bool] = False
-    """True if dead entries among the others change nothing in what becomes of these, to the last bit: nothing is summed
-    over entries in an order that depends on how many there are. If all parts of a policy do, and none is another
-    package's, requests of unlike shapes are compressed together, with dead entries added to the shorter ones."""
-
     token_fields: ClassVar[tuple[str, ...]] = ()
     """Names of parameters that are token ids, and for which a request may give a text."""
 
     @classmethod
     def model_defaults(cls, model: ServedModel) -> dict[str, Any]:
         """Values, by name, of parameters whose default depends on the model: they replace None, the default of such a
-        field, before a request is scheduled. ``cost`` must not depend on them."""
+        field, before a request is scheduled."""
         return {}
 
     @property
@@ -107,18 +117,11 @@ class Part(BaseModel):
         """Number of the newest queries (prompt or generated) that the part reads from ``context.queries``."""
         return 0
 
-    def cost(self, shape: CostShape) -> Cost:
-        """The part's work for one KV head of one layer.
-
-        A part's author counts, from ``shape`` and the hyper-parameters: the tensors that its methods hold at once,
-        results included (``numbers``); its matrix products (``products``); and what all other operations read and
-        write (``touches``), with factors for sorts and for rows of keys or values (``sorting``, ``gathering``). Counts
-        that depend on data are upper bounds. They limit the size of batches, and requests that would keep all others
-        waiting are refused.
-
-        Default: reads all keys and values once, and copies them.
-        """
-        return Cost(numbers=4 * shape.row_numbers, touches=16 * shape.row_numbers)
+    def held(self, shape: HeadShape) -> int:
+        """About how many 4-byte numbers its methods hold at once for one KV head of one layer, beside a few for each
+        entry: as many heads are compressed together as fit into the workspace. Default: 0. Of other packages' parts
+        two copies of all keys and values are assumed instead."""
+        return 0
 
 
 class Allocator(Part):
@@ -293,6 +296,11 @@ class Merger(Part):
         """``query_window`` beside a tracker of this mode, for a merger that reads queries where the tracker's statistic
         is not what it needs. Default: the same with every tracker."""
         return self.query_window
+
+    def held(self, shape: HeadShape) -> int:
+        """Default: copies of what is merged, and keys that it is compared with; 0 of mergers that leave entries as they
+        are."""
+        return 0 if self.takes_shares else (shape.num_kept + 4 * shape.num_leaving) * shape.head_size
 
     def num_slots(self, budget: int) -> int:
         """Entries of the budget that this merger fills itself; the selector keeps the rest. Default: 0."""

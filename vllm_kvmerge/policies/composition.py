@@ -1,7 +1,8 @@
 """A compression policy, composed of a tracker, an allocator, a selector and a merger."""
 
-from collections.abc import Sequence
-from dataclasses import astuple, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Self
 
@@ -12,10 +13,10 @@ from torch import Tensor
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.allocators import Uniform
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Merger, Part, Selector, Tracker
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, HeadShape, Merger, Part, Selector, Tracker
+from vllm_kvmerge.policies.bounds import memory_limit
 from vllm_kvmerge.policies.checks import check_count, check_tensor, check_update, is_foreign
 from vllm_kvmerge.policies.context import RowBudgets
-from vllm_kvmerge.policies.cost import Cost, CostShape
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.errors import blamed_on
 from vllm_kvmerge.policies.indexing import in_place, padded_nonzero
@@ -24,8 +25,8 @@ from vllm_kvmerge.policies.protection import TokenRanges, count_below, within
 from vllm_kvmerge.policies.trackers import attention_mass
 from vllm_kvmerge.policies.update import CacheUpdate, CompressionResult
 
-CALLS = 40_000
-"""Touches that some hundred calls of operators on small tensors cost, per head."""
+HELD_OF_ENTRY = 32
+"""4-byte numbers that are held for each entry, whatever the parts do: metadata, rankings, indices."""
 
 
 class CompressionPolicy(BaseModel):
@@ -115,19 +116,6 @@ class CompressionPolicy(BaseModel):
         """True if heads with different budgets are compressed together."""
         return self.selector.takes_shares and self.merger.takes_shares
 
-    @cached_property
-    def text(self) -> str:
-        """All parts and their parameters: the same for policies that do the same, if all parts are our own."""
-        return repr(self)
-
-    @cached_property
-    def takes_padding(self) -> bool:
-        """True if requests of unlike shapes are compressed together: all parts ``ignore_dead``.
-
-        A merger that reads queries does not: products of matrices may differ with their shapes."""
-        ignore_dead = all(part.ignores_dead and not is_foreign(part) for part in self.parts)
-        return ignore_dead and self.selector.takes_shares and self._query_window_of(self.merger) == 0
-
     @property
     def parts(self) -> tuple[Part, ...]:
         return (self.tracker, self.allocator, self.selector, self.merger)
@@ -180,53 +168,13 @@ class CompressionPolicy(BaseModel):
             num_layers = entries.num_rows // context.heads.num_kv_heads
             return check_tensor("layer_statistic", statistic, (num_layers,), mass, None)
 
-    def cost(self, shape: CostShape) -> Cost:
-        """Work of a compression for one KV head of one layer: the parts', as they state it, and the composition's own.
-
-        Raises:
-            PartError: a part cannot say what it costs.
-        """
-        n, d, group = shape.num_entries, shape.head_size, shape.group_size
-        with blamed_on(self.allocator):
-            capacity = self.capacity(shape.budget)
-        largest = n if capacity is None else min(capacity, n)
-        budgets = {shape.budget}
-        if largest > shape.budget:
-            # A small budget leaves much to merge, a large one much to merge into.
-            budgets |= {min(n, self.min_budget), largest}
-        parts = Cost()
-        for budget in budgets:
-            # Protected entries are among those that the parts are given, as dead ones.
-            local = replace(shape, budget=max(1, budget - self.num_protected))
-            parts = parts.largest(sum((self.part_cost(part, local) for part in self.parts), Cost()))
-        if self.selector.has_mass:
-            # Ranked once more for each question that the allocator is asked.
-            times = self.allocator.reads_attention + self.allocator.has_layer_statistic
-            parts += replace(self.part_cost(self.selector, shape), numbers=0) * times
-        num_queries = shape.num_queries(self.query_window)
-        # Metadata of all entries and places, queries as they are kept and in float32.
-        own = Cost(
-            numbers=8 * n + 14 * largest + 3 * num_queries * group * d,
-            touches=60 * n + 60 * largest + 8 * num_queries * group * d + CALLS,
-        )
-        if self.protect:  # what is hidden from the parts, and the places of both
-            own += Cost(8 * n + 16 * largest, 0, 20 * n + 30 * largest)
-        if largest > shape.budget:
-            # Heads with different budgets go one after the other, with copies of their parts of the output projection.
-            weights = group * shape.hidden_size * d if self.needs_output_weights else 0
-            own += Cost(parts.numbers + 6 * n + 12 * largest + weights, 0, 40 * (n + largest) + weights)
-        return own + parts
-
-    def part_cost(self, part: Part, shape: CostShape) -> Cost:
-        """What one of the parts states, in whole numbers. Raises PartError if that is not a possible cost."""
-        with blamed_on(part):
-            cost = part.cost(replace(shape, tracker_mode=self.tracker.mode))
-            if not is_foreign(part):
-                return cost
-            numbers = [int(number) for number in astuple(cost)]
-            if min(numbers) < 0:
-                raise ValueError(f"cost must not be negative, got {cost}")
-            return Cost(*numbers)
+    def held(self, shape: HeadShape) -> int:
+        """4-byte numbers that a compression holds at once for one KV head of one layer, about."""
+        foreign = 4 * shape.num_entries * shape.head_size
+        held = sum(foreign if is_foreign(part) else part.held(shape) for part in self.parts)
+        queries = min(self.query_window, shape.num_entries) * shape.group_size * shape.head_size
+        # Metadata of entries and places, and the queries in float32.
+        return held + HELD_OF_ENTRY * shape.num_entries + 2 * queries
 
     def compress(self, entries: Entries, context: CompressionContext, num_rows: int | None = None) -> CompressionResult:
         """Returns exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they
@@ -239,7 +187,7 @@ class CompressionPolicy(BaseModel):
         go together. It must be None where the selector pools heads.
 
         Raises:
-            PartError: a part raised, returned something that cannot be used, or ran out of time.
+            PartError: a part raised, returned something that cannot be used, or took too much time or memory.
             ValueError: the budget is too small for this policy.
         """
         if context.budget >= len(entries):
@@ -298,7 +246,7 @@ class CompressionPolicy(BaseModel):
         if self.protect:
             is_protected = within(self.protect, entries.positions)
             entries, importance = entries.without(is_protected), importance.masked_fill(is_protected, 0.0)
-        with blamed_on(self.allocator):
+        with _bounded(self.allocator, context):
             return _checked_budgets(self.allocator.head_budgets(entries, importance, others), entries.num_rows)
 
     def pooled_mass(self, entries: Entries, context: CompressionContext) -> Tensor:
@@ -318,7 +266,7 @@ class CompressionPolicy(BaseModel):
         Raises:
             PartError: the allocator failed.
         """
-        with blamed_on(self.allocator):
+        with _bounded(self.allocator, context):
             return _checked_budgets(self.allocator.pooled_budgets(mass, self._of_others(context)), len(mass))
 
     def _of_others(self, context: CompressionContext) -> CompressionContext:
@@ -340,9 +288,9 @@ class CompressionPolicy(BaseModel):
         """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the
         selector's ``mass``, scaled so that the heads of a layer, on all workers, have 1 on average."""
         if not self.selector.has_mass:
-            with blamed_on(self.tracker):
+            with _bounded(self.tracker, context):
                 return attention_mass(self.tracker, entries)
-        with blamed_on(self.selector):
+        with _bounded(self.selector, context):
             mass = self.selector.mass(entries, context)
             if is_foreign(self.selector):
                 check_tensor("mass", mass, tuple(entries.positions.shape), entries.scores, None)
@@ -369,8 +317,7 @@ class CompressionPolicy(BaseModel):
         """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
         as there are entries, where budgets are ``context.shares``."""
         num_places = context.capacity if context.shares is None else context.budget
-        by_row, own = self._goes_by_row(context), context.own_places
-        has_layout = by_row and not context.is_padded
+        by_row = self._goes_by_row(context)
         if context.budget >= len(entries) and not by_row:
             update = CacheUpdate.unchanged(entries)
             return update if context.shares is not None else update.in_place(entries, num_places)
@@ -378,16 +325,16 @@ class CompressionPolicy(BaseModel):
         if not num_protected:
             context = self._with_slots(context, entries)
             update = self._compress_unprotected(entries, context)
-            if has_layout or context.num_kept == num_places:
+            if by_row or context.num_kept == num_places:
                 return update
-            return update.in_place(entries, num_places, own)
+            return update.in_place(entries, num_places)
         is_protected = within(self.protect, entries.positions)
         context = self._with_slots(context.beside(num_protected), entries)
         others = self._compress_unprotected(entries.without(is_protected), context)
         # A dead entry that is kept for want of others may be one that is only hidden.
         others = others.without(~others.is_live)
         update = others.behind(entries, padded_nonzero(is_protected, num_protected))
-        return update if has_layout else update.in_place(entries, num_places, own)
+        return update if by_row else update.in_place(entries, num_places)
 
     def _with_slots(self, context: CompressionContext, entries: Entries) -> CompressionContext:
         """The same with the merger's part of the budget, and of those of rows."""
@@ -402,7 +349,7 @@ class CompressionPolicy(BaseModel):
 
     def _goes_by_row(self, context: CompressionContext) -> bool:
         """True if rows with different budgets are compressed together."""
-        return context.shares is not None and (self.takes_shares or context.is_padded)
+        return context.shares is not None and self.takes_shares
 
     def _num_slots(self, budget: int) -> int:
         return min(self.merger.num_slots(budget), budget - self.selector.min_budget)
@@ -411,7 +358,7 @@ class CompressionPolicy(BaseModel):
         """``context.budget`` places for each of these rows, filled as far as ``context.counts`` says."""
         has_slots = context.num_slots > 0 and not context.at_prompt_end  # tokens are none
         candidates, importance, protected = self._rank(entries, context, has_slots)
-        with blamed_on(self.merger):
+        with _bounded(self.merger, context):
             earlier = self.merger.before_selection(entries, importance, protected, context)
             if earlier is not None and is_foreign(self.merger):
                 check_update(earlier, len(entries), entries.scores)
@@ -420,12 +367,7 @@ class CompressionPolicy(BaseModel):
             remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context, context.num_slots > 0)
         kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
-        if context.is_padded and not self.merger.takes_shares:
-            # Mergers are given as many of each row: of one that has fewer, the last of the dead ones behind its own.
-            end = len(entries) if context.at_prompt_end else context.capacity
-            behind = torch.arange(end - context.num_kept, end, device=kept.device)
-            kept = torch.where(kept < 0, behind, kept)
-        with blamed_on(self.merger):
+        with _bounded(self.merger, context):
             update = self.merger.merge(remaining, kept, importance, protected, context)
             if is_foreign(self.merger):
                 check_update(update, context.budget, entries.scores)
@@ -437,7 +379,7 @@ class CompressionPolicy(BaseModel):
         self, candidates: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> Tensor:
         """``[H, n]`` bool: the entries that stay, ``context.num_kept`` per head."""
-        with blamed_on(self.selector):
+        with _bounded(self.selector, context):
             selected = self.selector.select(candidates, importance, protected, context)
             if is_foreign(self.selector):
                 check_tensor("select", selected, tuple(importance.shape), importance, torch.bool)
@@ -447,20 +389,27 @@ class CompressionPolicy(BaseModel):
 
     def _rank(self, entries: Entries, context: CompressionContext, has_slots: bool) -> tuple[Entries, Tensor, Tensor]:
         """The entries that the selector may keep, the importance of all entries, and the mask of protected ones."""
-        with blamed_on(self.merger):
+        with _bounded(self.merger, context):
             candidates = entries.without(self.merger.is_slot(entries)) if has_slots else entries
-        with blamed_on(self.tracker):
+        with _bounded(self.tracker, context):
             importance = self.tracker.importance(entries)
             if is_foreign(self.tracker):
                 check_tensor("importance", importance, tuple(entries.positions.shape), entries.positions, None)
                 # NaN statistics are the model's doing: its keys or queries overflowed.
                 if bool((importance.isnan() & entries.is_live & ~entries.scores.isnan()).any()):
                     raise ValueError("importance must be numbers, got NaN")
-        with blamed_on(self.selector):
+        with _bounded(self.selector, context):
             protected = self.selector.protected(candidates, context)
             if is_foreign(self.selector):
                 check_tensor("protected", protected, tuple(importance.shape), importance, torch.bool)
         return candidates, importance, protected
+
+
+@contextmanager
+def _bounded(part: Part, context: CompressionContext) -> Iterator[None]:
+    """What goes wrong inside is the part's doing. Another package's holds no more than it may."""
+    with blamed_on(part), memory_limit(context.most_bytes if is_foreign(part) else None):
+        yield
 
 
 def _checked_budgets(budgets: Sequence[int] | Tensor, num_rows: int) -> list[int] | Tensor:

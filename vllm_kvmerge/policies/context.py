@@ -116,11 +116,9 @@ class CompressionContext:
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
     shares: each row's budget, if the allocator has been asked before; the entries then lie in as many first places.
-    is_padded: rows are of requests with unlike budgets or lengths. A row has at least as many dead entries as its share
-    falls short of ``capacity``: its last ones if they are tokens, or else those of the first ``capacity`` behind its
-    share. Places are to be what they would be without these.
     budgets: each row's budget, where the allocator is not to be asked and there are no shares.
     end: tokens that the entries stand for, where they are not all: a refresh may leave the newest as they are.
+    most_bytes: of tensors that another package's part may hold while it works; None: no limit.
     """
 
     budget: int
@@ -139,9 +137,9 @@ class CompressionContext:
     rotation: Rotation | None = None
     layer_statistics: Tensor | None = None
     shares: list[int] | None = None
-    is_padded: bool = False
     budgets: list[int] | None = None
     end: int | None = None
+    most_bytes: int | None = None
 
     @classmethod
     def of_layer(
@@ -174,12 +172,6 @@ class CompressionContext:
     def counts(self) -> int | Tensor:
         """The same for a selector that ``takes_shares``: of all rows, or of each (``[H]`` int64)."""
         return self.num_kept if self.rows is None else self.rows.counts
-
-    @property
-    def own_places(self) -> Tensor | None:
-        """``[H]`` int64 on the CPU: places of each row, where entries behind them may live; None: they are all alike,
-        or the entries behind a row's own are dead."""
-        return torch.tensor(self.shares, device="cpu") if self.is_padded and self.at_prompt_end else None
 
     def beside(self, num_entries: int) -> "CompressionContext":
         """The context of the other entries where so many of each row stay as they are."""

@@ -9,10 +9,13 @@ KINDS = ("tracker", "allocator", "selector", "merger")
 
 
 class PartError(RuntimeError):
-    """A part of a policy raised, returned something that cannot be used, or took too long.
+    """A part of a policy raised, returned something that cannot be used, or took too much time or memory.
 
-    part: its kind and registered name, such as ``merger:zip``.
+    part: its kind and registered name, such as ``merger:zip``. is_last: it has exceeded its bounds twice, and is not
+    used again.
     """
+
+    is_last = False
 
     def __init__(self, part: str, message: str) -> None:
         super().__init__(f"{part.replace(':', ' ')}: {message}")
@@ -23,8 +26,19 @@ class PartTimeout(PartError):
     """A part ran out of time."""
 
 
+class PartTooLarge(PartError):
+    """A part held more memory than it may."""
+
+
 class OutOfTime(BaseException):
     """Raised inside a part whose time is over; no ``Exception``, so that a part that catches those cannot go on."""
+
+
+class OutOfMemory(BaseException):
+    """Raised inside a part that holds too much, likewise."""
+
+
+_EXCEEDED: dict[type[BaseException], type[PartError]] = {OutOfTime: PartTimeout, OutOfMemory: PartTooLarge}
 
 
 def label(part: "Part") -> str:
@@ -42,8 +56,8 @@ class blamed_on:  # noqa: N801
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OutOfTime):
-            raise PartTimeout(label(self._part), str(error)) from None
+        if isinstance(error, OutOfTime | OutOfMemory):
+            raise _EXCEEDED[type(error)](label(self._part), str(error)) from None
         if isinstance(error, Exception) and not isinstance(error, PartError):
             raise PartError(label(self._part), describe(error)) from error
 
@@ -52,8 +66,7 @@ def as_part_error(error: BaseException) -> PartError:
     """The error as a ``PartError``, of the composition if no part is to blame."""
     if isinstance(error, PartError):
         return error
-    kind = PartTimeout if isinstance(error, OutOfTime) else PartError
-    return kind("policy:composition", describe(error))
+    return _EXCEEDED.get(type(error), PartError)("policy:composition", describe(error))
 
 
 def describe(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Long computations that may be left to wait, wherever in the code they are."""
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -14,24 +14,14 @@ PIECE_PRODUCTS = 1 << 28
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Work done since the last piece: ``products`` and so on as in ``Cost``, or all that ``rows`` of entries take, if
-    they have been completed."""
-
-    rows: int = 0
-    products: int = 0
-    touches: int = 0
-    comparisons: int = 0
-    projections: int = 0
-
-
 class _Pausable(greenlet):
-    """A computation that runs ``in_pieces``."""
+    """A computation that runs ``in_pieces``. may_wait: now."""
+
+    may_wait = True
 
 
-def in_pieces(run: Callable[[], R]) -> Generator[Piece, None, R]:
-    """The result of ``run``, which is left to wait at each ``may_pause``. What ``run`` raises is raised here.
+def in_pieces(run: Callable[[], R]) -> Generator[int, None, R]:
+    """The result of ``run``, left to wait at each ``may_pause``, whose rows are yielded. What it raises is raised here.
 
     ``run`` goes on in the thread that asks for the next piece, on a stack of its own, with the context variables of its
     own. If it is not brought to an end, GreenletExit is raised where it waits.
@@ -48,12 +38,26 @@ def in_pieces(run: Callable[[], R]) -> Generator[Piece, None, R]:
         running.throw()
 
 
-def may_pause(rows: int = 0, products: int = 0, touches: int = 0, comparisons: int = 0, projections: int = 0) -> None:
-    """A place where a computation may be left to wait, after so much work; see ``Piece``."""
+def may_pause(rows: int = 0) -> None:
+    """A place where a computation may be left to wait. rows: of entries that it has just completed."""
     running = getcurrent()
-    if isinstance(running, _Pausable):
+    if isinstance(running, _Pausable) and running.may_wait:
         assert running.parent is not None
-        running.parent.switch(Piece(rows, products, touches, comparisons, projections))
+        running.parent.switch(rows)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Nothing inside is left to wait."""
+    running = getcurrent()
+    if not isinstance(running, _Pausable):
+        yield
+        return
+    before, running.may_wait = running.may_wait, False
+    try:
+        yield
+    finally:
+        running.may_wait = before
 
 
 def at_once(count: int, products: int) -> int:
@@ -77,8 +81,7 @@ def compared_in_pieces(
     found = []
     for part in sources.split(size, dim=1):
         found.append(compare(part))
-        compared = part.shape[1] * per_source
-        may_pause(products=compared * head_size, touches=compared)
+        may_pause()
     if len(found) == 1:
         return found[0]
     similarity, best = (torch.cat(planes, dim=1) for planes in zip(*found, strict=True))

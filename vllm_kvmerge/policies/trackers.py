@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.policies.base import MAX_TOKENS, Cost, CostShape, Entries, Repetition, ScoreMode, ServedModel, Tracker
+from vllm_kvmerge.policies.base import MAX_TOKENS, Entries, Repetition, ScoreMode, ServedModel, Tracker
 from vllm_kvmerge.policies.registry import register
 
 ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
@@ -41,13 +41,9 @@ class NoTracker(Tracker):
     name = "none"
     source = "positions alone decide"
     mode = ScoreMode.NONE
-    ignores_dead = True
 
     def importance(self, entries: Entries) -> Tensor:
         return torch.zeros_like(entries.scores)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=shape.num_entries, touches=shape.num_entries)
 
 
 @register
@@ -60,7 +56,6 @@ class SumTracker(ScoringTracker):
     name = "sum"
     source = "H2O; ZSMerge eq. 5"
     mode = ScoreMode.SUM
-    ignores_dead = True
 
     decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor on the accumulated score at each query.")
 
@@ -70,9 +65,6 @@ class SumTracker(ScoringTracker):
 
     def importance(self, entries: Entries) -> Tensor:
         return entries.scores
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost()
 
 
 @register
@@ -86,14 +78,10 @@ class MeanTracker(ScoringTracker):
     name = "mean"
     source = "WeightedKV algorithm 1"
     mode = ScoreMode.MEAN
-    ignores_dead = True
 
     def importance(self, entries: Entries) -> Tensor:
         """-inf for an entry that no query has seen."""
         return torch.where(entries.query_counts > 0, entries.scores / entries.query_counts, -torch.inf)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=3 * shape.num_entries, touches=8 * shape.num_entries)
 
 
 @register
@@ -108,7 +96,6 @@ class LogEmaTracker(ScoringTracker):
     name = "log_ema"
     source = "KeepKV eq. 8"
     mode = ScoreMode.LOG_EMA
-    ignores_dead = True
 
     ema_decay: EmaDecay = 0.9
 
@@ -119,9 +106,6 @@ class LogEmaTracker(ScoringTracker):
     def importance(self, entries: Entries) -> Tensor:
         """ln(p s_hat): the logarithm of the entry's contribution to attention's denominator."""
         return ops.log_contributions(entries.log_votes, entries.scores, entries.query_counts, self.ema_decay)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=5 * shape.num_entries, touches=24 * shape.num_entries)
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -211,9 +195,6 @@ class ReconstructionTracker(Tracker):
         first = entries.positions < self.num_prefix_tokens
         return entries.scores.masked_fill(first, LARGEST_NORMALIZED if self.normalized else 1.0)
 
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=shape.num_entries, touches=3 * shape.num_entries)
-
 
 @register
 class PredictedTracker(Tracker):
@@ -227,7 +208,6 @@ class PredictedTracker(Tracker):
     source = "KVzap, arXiv:2601.07891"
     mode = ScoreMode.NONE
     predicts_scores = True
-    ignores_dead = True
 
     @property
     def prompt_window(self) -> ScoreWindow:
@@ -235,9 +215,6 @@ class PredictedTracker(Tracker):
 
     def importance(self, entries: Entries) -> Tensor:
         return entries.scores
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost()
 
 
 def attention_mass(tracker: Tracker, entries: Entries) -> Tensor:

@@ -9,7 +9,6 @@ from torch.nn.functional import pad
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import ROW_PLANES, Changes, PlaneName
-from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.entries import BLANK, DEAD, Entries
 from vllm_kvmerge.policies.indexing import inverse, select, width_on
 
@@ -118,17 +117,13 @@ class CacheUpdate:
         update = replace(self, kept=select(earlier.kept, self.kept))
         return update.write(places, joined("keys"), joined("values"), earlier.merged + self.merged)
 
-    def in_place(self, entries: Entries, num_places: int, own: Tensor | None = None) -> "CacheUpdate":
+    def in_place(self, entries: Entries, num_places: int) -> "CacheUpdate":
         """The same with ``num_places`` places, where entries stay in place if they can.
 
         A live entry whose index is a place gets that place; the others, in order, get the first free ones. Remaining
-        places are empty, preferably where an empty entry lies already. own: ``[H]`` int64 on the CPU, of how many first
-        places each row needs no others; None: all.
+        places are empty, preferably where an empty entry lies already.
         """
-        index = self.kept
-        if own is not None:
-            index = index.where(index < sent(own, index.device).unsqueeze(1), num_places)
-        place = ops.free_places(index, self.positions, num_places)
+        place = ops.free_places(self.kept, self.positions, num_places)
         blanks = [DEAD, *BLANK.values()]
         kept, *metadata = ops.take(inverse(place, num_places), [self.kept, *self.metadata], blanks)
         length = min(num_places, len(entries))

@@ -1,14 +1,12 @@
-"""Limits on the cost of a request's compressions: memory outside the pool, and time in which other requests wait."""
+"""Limits that requests are held to: what the server and the model allow, and memory outside the pool."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
-from vllm_kvmerge.policies.base import Part, Tracker
-from vllm_kvmerge.policies.cost import MOVED_NUMBERS, Cost, CostShape, Rates, attending, gathering
+from vllm_kvmerge.policies.base import HeadShape, Tracker
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
@@ -55,54 +53,24 @@ class ModelShape:
         return self.head_size * (self.cache_item_size or self.item_size)
 
 
-@dataclass(frozen=True)
-class Compression:
-    """A future compression of a request. num_entries: per KV head, before it. budget: mean per KV head, after it.
-    interval: tokens from one to the next; None: the only one of its kind. num_scored: tokens of a complete cache that
-    newest queries score first, for a refresh; 0: it is none. num_rescored: entries that they score first, of a context
-    that is compressed while it is computed; 0: they do not."""
-
-    num_entries: int
-    budget: int
-    at_prompt_end: bool
-    interval: int | None = None
-    num_scored: int = 0
-    num_rescored: int = 0
-
-
-def compressions(
-    config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, block_size: int
-) -> Iterator[Compression]:
-    """The largest compressions of each kind that a request can go through."""
-    total = num_prompt_tokens + max_tokens
-    context = config.resolve_context(num_prompt_tokens)
+def most_entries(config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+    """Entries per KV head that the largest of a request's compressions reads; 0: it is never compressed."""
+    total, context = num_prompt_tokens + max_tokens, config.resolve_context(num_prompt_tokens)
     budget = config.resolve_budget(context)
     interval = config.resolve_interval(budget, block_size)
-    if config.awaits_pressure:
-        if total > budget:
-            yield Compression(total, budget, at_prompt_end=True, num_rescored=total if config.rescoring_window else 0)
-        return
+    if total <= budget or config.awaits_pressure:
+        return 0 if total <= budget else total
     capacity = config.resolve_capacity(context)
-    most = total if capacity is None else capacity
-    if context > budget and config.prefill is None:
-        yield Compression(context, budget, at_prompt_end=True)
-    elif context > budget and config.prefill is not None:
-        chunk = config.prefill.chunk
-        yield Compression(min(context, budget + chunk), budget, at_prompt_end=True)
-        if context > budget + chunk:
-            largest = min(context, most + chunk)
-            num_rescored = largest if config.rescoring_window else 0
-            yield Compression(largest, budget, at_prompt_end=False, interval=chunk, num_rescored=num_rescored)
+    most, largest = total if capacity is None else capacity, 0
+    if context > budget:
+        largest = context if config.prefill is None else min(context, most + config.prefill.chunk)
     if config.decode == "bounded":
         # A question is read as a whole before any of it is dropped.
         question = min(context, most) + num_prompt_tokens - context
-        num_entries = min(max(most + interval, question), total)
-        if num_entries > budget:
-            first = context <= budget and not config.tracks_decode
-            yield Compression(num_entries, budget, first, interval)
+        largest = max(largest, min(max(most + interval, question), total))
     if config.refresh is not None and config.is_refreshed(num_prompt_tokens):
-        covered = total if config.decode == "bounded" else context
-        yield Compression(covered, budget, at_prompt_end=True, interval=config.refresh.every, num_scored=total)
+        largest = max(largest, total if config.decode == "bounded" else context)
+    return largest if largest > budget else 0
 
 
 def most_positions(config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
@@ -123,15 +91,15 @@ def most_positions(config: CompressionConfig, num_prompt_tokens: int, max_tokens
 class Limits:
     """Limits that requests are held to.
 
-    allowed_policies: names; None: all. max_bytes: of working memory for one compression, and of a request's memory
-    outside the pool, its complete cache not counted. max_seconds: of one compression, as estimated; during generation,
-    of those per block of tokens. block_size: in tokens. max_model_len: most tokens of a request. max_external_bytes: of
-    all complete caches in a worker. head_pages: heads with different budgets hold their entries in pages of their own.
-    num_token_ids: of the model. max_num_seqs: requests that run at once. has_prefix_cache: the server does.
-    shares_contexts: what has been compressed stays in the prefix cache. pool_bytes: that a worker's pool was told to
-    have; None: not told. pool_tokens: that the pool has slots for; None: not known yet. window_blocks: of each group of
-    layers with a window or a state, the most blocks that it takes for one request, and the tokens of a block. rates:
-    speed of the workers; None: not known yet, so time is not limited.
+    allowed_policies: names; None: all. max_bytes: of a request's memory outside the pool, its complete cache not
+    counted, and of what a compression works with for one KV head. max_seconds: that another package's part may take for
+    one compression. workspace_bytes: of working memory for the compressions of a step. block_size: in tokens.
+    max_model_len: most tokens of a request. max_external_bytes: of all complete caches in a worker. head_pages: heads
+    with different budgets hold their entries in pages of their own. num_token_ids: of the model. max_num_seqs: requests
+    that run at once. has_prefix_cache: the server does. shares_contexts: what has been compressed stays in the prefix
+    cache. pool_bytes: that a worker's pool was told to have; None: not told. pool_tokens: that the pool has slots for;
+    None: not known yet. window_blocks: of each group of layers with a window or a state, the most blocks that it takes
+    for one request, and the tokens of a block.
     """
 
     allowed_policies: frozenset[str] | None
@@ -140,6 +108,7 @@ class Limits:
     shape: ModelShape
     block_size: int
     max_model_len: int
+    workspace_bytes: int = 64 << 20
     max_external_bytes: int = 0
     head_pages: bool = False
     num_token_ids: int = 1 << 31
@@ -149,11 +118,10 @@ class Limits:
     pool_bytes: int | None = None
     pool_tokens: int | None = None
     window_blocks: tuple[tuple[int, int], ...] = ()
-    rates: Rates | None = None
 
     def check(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Refuses compression that the server or the model rules out, or that costs too much for a prompt of this
-        length and at most ``max_tokens`` new tokens.
+        """Refuses compression that the server or the model rules out, or that takes too much memory for a prompt of
+        this length and at most ``max_tokens`` new tokens.
 
         Raises:
             CompressionError: says what would be allowed.
@@ -176,10 +144,7 @@ class Limits:
             self._check_repetition(config, config.resolve_context(num_prompt_tokens))
         if config.is_refreshed(num_prompt_tokens):
             self._check_external(num_prompt_tokens + max_tokens)
-        excess = self._excess(config, num_prompt_tokens, max_tokens)
-        if excess is not None:
-            remedies = list(self._remedies(config, num_prompt_tokens, max_tokens))
-            raise CompressionError(EXTRA_ARGS_KEY, f"{excess}; allowed: {' or '.join(remedies)}", "too_expensive")
+        self._check_memory(config, num_prompt_tokens, max_tokens)
 
     def check_room(self, config: CompressionConfig | None, num_prompt_tokens: int) -> None:
         """Refuses a request whose prompt, however little else runs, would never fit into the pool; None: a request
@@ -443,67 +408,36 @@ class Limits:
                 "no_external_room",
             )
 
-    def cost(self, config: CompressionConfig, compression: Compression) -> Cost:
-        """Cost of one KV head of one layer."""
-        cost = config.policy.cost(self._cost_shape(compression))
-        if compression.num_rescored:
-            keys = compression.num_rescored * self.shape.head_size
-            held = attending(compression.num_rescored, config.rescoring_window, self.shape.group_size)
-            scores = config.rescoring_window * self.shape.group_size * compression.num_rescored
-            cost += Cost(keys + held, scores * self.shape.head_size, gathering(keys) + 8 * scores)
-        if config.positions == "cache":
-            places = config.policy.capacity(compression.budget) or compression.num_entries
-            keys = min(compression.num_entries, places) * self.shape.head_size
-            in_windows = self.window_slots(self.max_model_len) * self.shape.head_size
-            cost += Cost(MOVED_NUMBERS * keys, 0, 2 * gathering(keys + in_windows))
-        if not compression.num_scored:
-            return cost
-        # Scores of all tokens, rows that are read in float32 on their way to the pool, and a layer copied to a GPU.
-        size, num_queries = self.shape.head_size, self.shape.group_size * config.refresh_window
-        capacity = config.policy.capacity(compression.budget)
-        rows = min(compression.num_entries, capacity or compression.num_entries) * size
-        copied = compression.num_scored * (self.shape.row_bytes // 2 + METADATA_BYTES // 4)
-        return cost + Cost(
-            2 * rows + copied, num_queries * compression.num_scored * size, 2 * gathering(2 * rows + copied)
-        )
+    def _check_memory(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuses queries that are kept, and work on a single KV head, which cannot be divided, beyond the limit."""
+        rings = self.ring_bytes(config.query_window, num_prompt_tokens + max_tokens)
+        what, num_bytes, smaller = "its newest queries", rings, "smaller windows of queries"
+        if rings <= self.max_bytes:
+            num_entries = most_entries(config, num_prompt_tokens, max_tokens, self.block_size)
+            budget = config.resolve_budget(config.resolve_context(num_prompt_tokens))
+            shape = self.head_shape(num_entries, min(budget, num_entries))
+            num_bytes = 4 * config.policy.held(shape)
+            largest = max(config.policy.parts, key=lambda part: part.held(shape))
+            what = f"compressing {num_entries} entries of one KV head, most of it {label(largest)},"
+            smaller = "smaller windows of queries, shorter prompts, another budget or policy"
+        if num_bytes > self.max_bytes:
+            message = f"{what} would take {_mebibytes(num_bytes)}, more than {_mebibytes(self.max_bytes)}"
+            allowed = f"{smaller}, or more by the server's option --max-compaction-bytes"
+            raise CompressionError(EXTRA_ARGS_KEY, f"{message}; allowed: {allowed}", "too_expensive")
 
-    def seconds(self, config: CompressionConfig, compression: Compression) -> float:
-        """Estimated time of one compression of all layers; 0 if rates are not known."""
-        if self.rates is None:
-            return 0.0
-        return self._num_heads * self.cost(config, compression).seconds(self.rates)
+    def head_shape(self, num_entries: int, num_kept: int) -> HeadShape:
+        """Of one KV head that keeps ``num_kept`` of its entries."""
+        return HeadShape(num_entries, num_kept, self.shape.head_size, self.shape.group_size, self.shape.hidden_size)
 
     @property
-    def _num_heads(self) -> int:
+    def num_heads(self) -> int:
+        """KV heads of all layers of a worker."""
         return self.shape.num_layers * self.shape.num_kv_heads
-
-    def _cost_shape(self, compression: Compression) -> CostShape:
-        sizes = self.shape.head_size, self.shape.group_size, self.shape.hidden_size
-        return CostShape(compression.num_entries, compression.budget, *sizes, compression.at_prompt_end)
-
-    def _excess(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> str | None:
-        """Says which limit is exceeded; None if none is."""
-        rings = self.ring_bytes(config.query_window, num_prompt_tokens + max_tokens)
-        if rings > self.max_bytes:
-            return f"its newest queries would take {_mebibytes(rings)}, more than {_mebibytes(self.max_bytes)}"
-        for one in compressions(config, num_prompt_tokens, max_tokens, self.block_size):
-            what = f"compressing {one.num_entries} entries per KV head"
-            num_bytes = 4 * self.shape.num_kv_heads * self.cost(config, one).numbers
-            if num_bytes > self.max_bytes:
-                part = label(self._largest(config, one, lambda cost: cost.numbers))
-                allowed_bytes = _mebibytes(self.max_bytes)
-                return f"{what} would take {_mebibytes(num_bytes)}, most of it {part}, more than {allowed_bytes}"
-            seconds, allowed = self.seconds(config, one), self._allowed_seconds(one)
-            if seconds > allowed:
-                part = label(self._largest(config, one, lambda cost: cost.seconds(self.rates)))  # type: ignore[arg-type]
-                every = f" every {one.interval} tokens" if one.interval else ""
-                return f"{what}{every} would take about {seconds:.3g} s, most of it {part}, more than {allowed:.3g} s"
-        return None
 
     def ring_bytes(self, query_window: int, num_tokens: int) -> int:
         """Bytes of the newest queries, kept from step to step, of a request of ``num_tokens`` tokens."""
         window = min(query_window, num_tokens)
-        return window * self._num_heads * self.shape.group_size * self.shape.head_size * self.shape.item_size
+        return window * self.num_heads * self.shape.group_size * self.shape.head_size * self.shape.item_size
 
     @property
     def kept_bytes(self) -> int:
@@ -518,55 +452,11 @@ class Limits:
     def external_bytes(self, num_tokens: int) -> int:
         """Bytes of the complete cache of ``num_tokens`` tokens: whole blocks."""
         cell = 2 * self.shape.row_bytes + METADATA_BYTES
-        return self._num_heads * cell * -(-num_tokens // self.block_size) * self.block_size
+        return self.num_heads * cell * -(-num_tokens // self.block_size) * self.block_size
 
     def prompt_score_bytes(self, num_tokens: int) -> int:
         """Bytes of the two statistics per token of a prompt that is scored while it is computed."""
-        return 2 * 4 * self._num_heads * num_tokens
-
-    def _allowed_seconds(self, one: Compression) -> float:
-        return self.max_seconds * min(1.0, (one.interval or self.block_size) / self.block_size)
-
-    def _largest(self, config: CompressionConfig, one: Compression, of: Callable[[Cost], float]) -> Part:
-        shape = self._cost_shape(one)
-        return max(config.policy.parts, key=lambda part: of(config.policy.part_cost(part, shape)))
-
-    def _remedies(self, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int) -> Iterator[str]:
-        """Single changes that suffice: a smaller parameter, a longer interval, a shorter prompt."""
-
-        def fits(config: CompressionConfig, num_prompt_tokens: int = num_prompt_tokens) -> bool:
-            return self._excess(config, num_prompt_tokens, max_tokens) is None
-
-        for kind in PARTS:
-            for name, value, least in _integers(getattr(config.policy, kind)):
-                lowered = partial(_with_value, config, kind, name)
-                most = _most(least, value, lambda new, lowered=lowered: fits(lowered(new)))  # type: ignore[misc]
-                if most is not None:
-                    yield f"{name} up to {most}"
-        interval = config.interval or self.block_size
-        at_ease = config.model_copy(update={"interval": self.block_size})
-        if config.decode == "bounded" and interval < self.block_size and fits(at_ease):
-            yield f"an interval of {self.block_size}"
-        longest = _most(1, num_prompt_tokens, lambda length: fits(config, length))
-        # Prompts too short to be compressed are no answer.
-        if longest is not None and config.context_tokens is None and not config.never_compresses(longest, max_tokens):
-            yield f"prompts of up to {longest} tokens"
-        yield "another policy"
-        yield "more by the server's options --max-compaction-bytes and --max-compaction-seconds"
-
-
-def _integers(part: Part) -> Iterator[tuple[str, int, int]]:
-    """Name, value and least value of the part's parameters that are whole numbers."""
-    for name, schema in type(part).model_json_schema().get("properties", {}).items():
-        value = getattr(part, name)
-        if schema.get("type") == "integer" and isinstance(value, int):
-            yield name, value, schema.get("minimum", 0)
-
-
-def _with_value(config: CompressionConfig, kind: str, name: str, value: int) -> CompressionConfig:
-    """The configuration with another value of a parameter of its part of this kind."""
-    part = getattr(config.policy, kind).model_copy(update={name: value})
-    return config.model_copy(update={"policy": config.policy.model_copy(update={kind: part})})
+        return 2 * 4 * self.num_heads * num_tokens
 
 
 def _most(least: int, value: int, fits: Callable[[int], bool]) -> int | None:

@@ -176,7 +176,9 @@ async def _followed(outputs: compat.Outputs, feed: UsageFeed | None, source: _So
         async for output in outputs:
             report = (output.kv_transfer_params or {}).get(REPORT_KEY) or {}
             if STATUS_KEY in report:
-                raise VLLMValidationError(report[ERROR_KEY])
+                param, _, _ = report[ERROR_KEY].partition(": ")
+                is_ours = param.startswith(EXTRA_ARGS_KEY)
+                raise VLLMValidationError(report[ERROR_KEY], parameter=param if is_ours else None)
             if ERROR_KEY in report:
                 raise GenerationError(f"{EXTRA_ARGS_KEY}: {report[ERROR_KEY]}")
             if feed is not None and report:

@@ -98,7 +98,7 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     config.parallel_config.tensor_parallel_size = 4
     config.model_config.get_total_num_kv_heads = lambda: 2
     compression._compactor.execute = lambda compactions, begun: Execution(
-        torch.tensor([[3, 5, 1, 9, 2, 7]]), {}, {}, {}, {}
+        torch.tensor([[3, 5, 1, 9, 2, 7]]), {}, {}, {}, {}, []
     )
     of_first, of_third = [3, 5, 1, 9, 2, 7], [1, 2, 0, 8, 3, 5]
     group = SimpleNamespace(cpu_group=None)

@@ -157,13 +157,6 @@ def test_compactions_compile_nothing_while_serving(policy, started):
         assert served and not served - started
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "keepkv", "zsmerge", "weightedkv", "random"])
-def test_unlike_shapes_compile_nothing_while_serving(policy, started):
-    for lengths, budgets in (((150, 171, 190), (50, 40, 60)), ((192,) * 3, (100, 99, 127)), ((150, 160, 208), ())):
-        for step in of_policy(policy, lengths, budgets=budgets):
-            assert step.machine_codes and not step.machine_codes - started
-
-
 @pytest.mark.parametrize("policy", ["adakv", "d2o", "pyramidkv", "kvzip"])
 def test_pages_compile_nothing_while_serving(policy, started):
     """Fronts that get pages of their own, and such that have some."""

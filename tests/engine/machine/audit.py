@@ -168,7 +168,7 @@ class Audit:
             "external bytes": scheduler._external_bytes,
             "shared contexts' state": scheduler._sharing,
             "failures": scheduler._failed,
-            "usage reports": scheduler._usage,
+            "accounts": scheduler._accounts,
             "contexts asked for": scheduler._contexts._asked,
         }
         for what, some in left.items():

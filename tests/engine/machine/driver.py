@@ -18,9 +18,9 @@ from tests.engine.machine.setting import Setting, block_hasher
 from tests.engine.machine.worker import Asked, Worker, check
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.known_scores import KnownScores
-from vllm_kvmerge.engine.plan import attached_step
+from vllm_kvmerge.engine.plan import Kind, attached_step
+from vllm_kvmerge.engine.spreading import Pace
 from vllm_kvmerge.engine.usage import USAGE_KEY
-from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
 
 LEAST_STEPS, STEPS_PER_TOKEN = 300, 10
@@ -40,6 +40,20 @@ def operation(method: Any) -> Any:
     return operate
 
 
+class TruePace(Pace):
+    """The worker's: requests are too different for compressions of a kind to come often."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(1, clock=lambda: worker.now)
+        self._worker = worker
+
+    def is_known(self, kind: Kind) -> bool:
+        return True
+
+    def seconds(self, kind: Kind, num_entries: int) -> float:
+        return num_entries * self._worker.seconds_per_entry
+
+
 class Driver:
     """operations: what has been done so far: steps of the scheduler, and what comes between them."""
 
@@ -56,6 +70,7 @@ class Driver:
         self.events = Counter[str]()
         num_groups = len(self.scheduler.kv_cache_config.kv_cache_groups)
         self.worker = Worker(setting.num_blocks, num_groups, self._holders, self.events)
+        self.scheduler._pace = TruePace(self.worker)
         self.audit = Audit(self.scheduler, self.worker)
         self.texts: list[tuple[list[int], dict[str, Any] | None, str | None]] = []
         """Tokens of requests that have ended, what they asked for, and their salts."""
@@ -268,11 +283,6 @@ class Driver:
             if json.loads(self.scheduler.call_contexts(json.dumps(call))) is not None:
                 self.events["kept contexts deleted"] += 1
             self._did("deletions")
-
-    def set_rates(self, rate: float) -> None:
-        """The worker reports that it computes so many numbers a second."""
-        self.worker.rates = Rates(rate, rate)
-        self.operations += 1
 
     def finish(self) -> None:
         """Ends everything, and checks that nothing is left."""

@@ -14,8 +14,8 @@ from tests.engine.machine.worker import NUM_TOKEN_IDS
 
 SALTS = st.sampled_from([None, None, None, "other"])
 SHARES = st.sampled_from([None, None, None, 0.3, 0.6, 0.9, 1.0])
-RATES = st.sampled_from([None, None, 1e5, 1e6, 1e7, 1e9])
-"""Numbers that a worker computes in a second, or that its next compressions fail."""
+PACES = st.sampled_from([None, None, 3e-2, 1e-2, 1e-3, 1e-6])
+"""Seconds that a worker's compressions take for an entry, or that its next ones fail."""
 
 STEPS = st.sampled_from([0, 1, 3, 8, 20])
 """That follow at once."""
@@ -179,14 +179,13 @@ class Machine(RuleBasedStateMachine):
         self.driver.unpin()
 
     @precondition(lambda self: self.driver.names)
-    @rule(number=st.integers(1, 2), rate=RATES, pace=st.sampled_from([0.3, 1.0]))
-    def trouble_worker(self, number: int, rate: float | None, pace: float) -> None:
+    @rule(number=st.integers(1, 2), pace=PACES)
+    def trouble_worker(self, number: int, pace: float | None) -> None:
         """Compressions fail, or take longer or shorter than others have."""
-        if rate is None:
+        if pace is None:
             self.driver.worker.to_fail = number
         else:
-            self.driver.set_rates(rate)
-            self.driver.worker.pace = pace
+            self.driver.worker.seconds_per_entry = pace
 
     @precondition(lambda self: self.driver.scheduler.running)
     @rule(which=st.integers(0, 7), number=st.integers(1, 3))

@@ -67,7 +67,7 @@ class Setting:
         scheduling.max_num_seqs = self.max_seqs
         scheduling.policy = "priority" if self.by_priority else "fcfs"
         scheduling.async_scheduling = self.is_async
-        config.additional_config = {"kvmerge": {"head_pages": self.head_pages, "max_compaction_seconds": 3600.0}}
+        config.additional_config = {"kvmerge": {"head_pages": self.head_pages}}
         config.cache_config.num_gpu_blocks = self.num_blocks
         cls = AsyncCompressionScheduler if self.is_async else SyncCompressionScheduler
         # The check is of what workers can do, whose operators on the CPU want larger blocks.

@@ -27,14 +27,16 @@ from vllm_kvmerge.engine.plan import (
     Failure,
     FrontReport,
     PartialPlan,
-    Progress,
+    Spent,
     attach,
     attached_step,
 )
-from vllm_kvmerge.policies.cost import Rates
 from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
 
 NUM_TOKEN_IDS = 40
+STEP_SECONDS = 0.02
+"""That a step takes without compressions."""
+
 _SEED = np.random.default_rng(0)
 ENTRIES = _SEED.integers(1, 1 << 62, MAX_MODEL_LEN * 2, dtype=np.int64)
 """What tells a front's entries apart, by place."""
@@ -69,11 +71,13 @@ def known_config(text: str) -> CompressionConfig:
 
 @dataclass
 class Begun:
-    """A compression under way. filling: what its new blocks hold until its last part, by slot."""
+    """A compression under way. filling: what its new blocks hold until its last part, by slot. until: share of it that
+    has been done."""
 
     plan: CompressionPlan
     targets: list[int]
     filling: int
+    until: float = 0.0
 
 
 @dataclass
@@ -185,16 +189,16 @@ class Worker:
         """Keys of fronts made in steps whose outputs the scheduler has not seen."""
         self.to_fail = 0
         """How many of the next compressions fail."""
-        self.rates: Rates | None = None
-        self.pace = 1.0
-        """Of compressions that are spread, their time as a share of the estimate."""
+        self.now = 0.0
+        self.seconds_per_entry = 3e-3
+        """Of compressions."""
         self.events = events
         self._num_groups, self._holders = num_groups, holders
         self._needed: dict[int, int] = {}
         """Blocks that fronts turned out to need, by what they were made of."""
         self._admitted: set[str] = set()
         """Requests that begin, or begin anew, with this step."""
-        self._report = CompressionReport()
+        self._report, self._is_awaited = CompressionReport(), False
 
     def _note(self, event: str) -> None:
         self.events[event] += 1
@@ -203,8 +207,8 @@ class Worker:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         step, scheduled = attached_step(output), output.num_scheduled_tokens
-        self._report = CompressionReport(rates=self.rates)
-        self.rates = None
+        self._report, self._is_awaited = CompressionReport(), step.is_awaited
+        self.now += STEP_SECONDS
         adopted = self._begin(output, step)
         if output.new_block_ids_to_zero:
             self.content[output.new_block_ids_to_zero] = 0
@@ -544,6 +548,8 @@ class Worker:
         self._check_apart(plans, targets)
         failed = [self._fails() for _ in plans]
         for plan, has_failed in zip(plans, failed, strict=True):
+            begun = self.sequences[plan.request_id].begun
+            self._take_time(plan, 1.0 if begun is None else 1.0 - begun.until)
             self._write_front(plan, has_failed)
         shared = [plan for plan in plans if plan.copies]
         sources = [block for plan in shared for block in plan.blocks]
@@ -612,7 +618,11 @@ class Worker:
         if sequence.begun is not None:
             check(sequence.begun.plan is plan, "{} goes on with another plan than it began with", name)
             self._check_filling(sequence.begun, name)
-        self._check_sole(self._written(plan), f"is written to by the compression of {name}")
+        self._check_sole(self._targets(plan), f"is written to by the compression of {name}")
+        in_windows = [block for window in plan.windows for block in window.blocks]
+        # A front that is a copy holds its windows from now on.
+        own_front = Counter(in_windows if plan.copies else ())
+        self._check_sole(in_windows, f"is turned by the compression of {name}", own_front)
 
     def _carry_on(self, part: PartialPlan) -> None:
         plan = part.plan
@@ -630,8 +640,16 @@ class Worker:
             check(sequence.begun.plan is plan, "{} goes on with another plan than it began with", plan.request_id)
             self._check_holds(sequence, sequence.blocks[0], f"the compression of {plan.request_id}")
             self._check_filling(sequence.begun, plan.request_id)
-        seconds = part.seconds / max(part.until, 1e-3) * self.pace
-        self._report.progress[plan.request_id] = Progress(part.until, seconds)
+        self._take_time(plan, part.until - sequence.begun.until)
+        sequence.begun.until = self._report.progress[plan.request_id] = part.until
+
+    def _take_time(self, plan: CompressionPlan, share: float) -> None:
+        num_entries = plan.num_tokens if plan.is_refresh else plan.front + plan.num_tokens - plan.tail
+        spent = self._report.spent.setdefault((plan.compression, num_entries.bit_length()), Spent())
+        seconds = share * num_entries * self.seconds_per_entry
+        spent.seconds, spent.entries = spent.seconds + seconds, spent.entries + share * num_entries
+        spent.awaited += seconds if self._is_awaited else 0.0
+        self.now += seconds
 
     def _check_filling(self, begun: Begun, name: str) -> None:
         check(

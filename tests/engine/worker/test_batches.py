@@ -2,8 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,6 @@ from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
 from vllm_kvmerge.policies import PRESETS, CompressionPolicy
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.errors import as_part_error
-from vllm_kvmerge.policies.selectors import HeavyHitter
 from vllm_kvmerge.request.parameters import parse_compression
 
 NUM_LAYERS, NUM_HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 2, 16, 16, 128
@@ -148,94 +145,6 @@ def coarse(worker: Worker) -> Worker:
     return worker
 
 
-@pytest.mark.thin(26)
-@pytest.mark.parametrize(
-    "lengths, budgets",
-    [((150, 150, 190, 230), (50, 37, 63, 50)), ((150,) * 4, (100, 127, 65, 66)), ((151, 170, 190, 230), (50,) * 4)],
-    ids=["unlike", "unlike budgets", "unlike lengths"],
-)
-@pytest.mark.parametrize("policy", PRESETS)
-def test_requests_of_unlike_shapes_are_one_batch(policy, lengths, budgets, shape, faults, monkeypatch):
-    """To the last bit what each would be alone, if padding with dead entries changes nothing for the policy."""
-    together, alone = (coarse(Worker(policy, lengths, budgets=budgets)) for _ in range(2))
-    made, make = [], Compactor._course
-    monkeypatch.setattr(
-        Compactor, "_course", lambda self, some, *rest: made.append(len(some)) or make(self, some, *rest)
-    )
-    compares = policy in ("keepkv", "zsmerge", "weightedkv", "morphkv")
-    is_one = policy in ("local", "streaming_llm", "h2o", "random", "knorm") or (compares and shape[1] == 32)
-    for step in ("first", "second", "third"):
-        with poisoned(together, lengths) if step == "first" else nullcontext():
-            one_by_one = [alone.compactor.run([one])[0] for one in getattr(alone, step)]
-            made.clear()
-            assert together.compactor.run(getattr(together, step)) == one_by_one
-        assert torch.equal(together.bytes, alone.bytes)
-        is_unlike = step == "first" or len(set(budgets)) > 1
-        if together.capacity == BUDGET and is_unlike:  # presets of one decode mode or the other: the plans are bounded
-            assert (made == [4]) == (together.config.policy.takes_padding and is_exact(together))
-        assert not is_one or made == [4]
-    assert not faults
-    assert all(sum(count) > 0 for count in one_by_one)
-
-
-@pytest.mark.parametrize("passes", [1, 3, 9])
-def test_prompts_merge_down_to_each_ones_budget(passes, faults, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.HEAD_SIZE", 32)
-    lengths, budgets = (90, 150, 190, 260), (60, 50, 100, 40)
-    fields = {"merge_threshold": 0.0, "merge_passes": passes}
-    together, alone = (Worker("keepkv", lengths, budgets=budgets, **fields) for _ in range(2))
-    one_by_one = [alone.compactor.run([one])[0] for one in alone.first]
-    assert together.compactor.run(together.first) == one_by_one and all(merged for merged, _ in one_by_one)
-    assert torch.equal(together.bytes, alone.bytes) and not faults
-
-
-@pytest.mark.parametrize(
-    "step, lengths, budgets",
-    [("first", (70, 600, 80, 70, 90), (50,) * 5), ("second", (1600,) * 5, (50, 1500, 60, 50, 70))],
-)
-def test_padding_is_no_more_than_what_is_padded(step, lengths, budgets, monkeypatch):
-    """Of requests that are short beside others, those that would pad too much make a batch of their own."""
-    made, make = [], Compactor._course
-    monkeypatch.setattr(
-        Compactor, "_course", lambda self, some, *rest: made.append(len(some)) or make(self, some, *rest)
-    )
-    together, alone = (Worker("h2o", lengths, num_blocks=640, budgets=budgets) for _ in range(2))
-    for worker in (together, alone):
-        if step == "second":
-            worker.compactor.run(worker.first)
-    one_by_one = [alone.compactor.run([one])[0] for one in getattr(alone, step)]
-    made.clear()
-    assert together.compactor.run(getattr(together, step)) == one_by_one
-    assert made == [2, 3] and torch.equal(together.bytes, alone.bytes)
-
-
-@contextmanager
-def poisoned(worker: Worker, lengths: tuple[int, ...]) -> Iterator[None]:
-    """Slots behind the requests' tokens hold NaN, wherever the first compressions do not write."""
-    slots = [
-        (one.source_blocks[place // BLOCK_SIZE], place % BLOCK_SIZE)
-        for one, length in zip(worker.first, lengths, strict=True)
-        for place in range(length, len(one.source_blocks) * BLOCK_SIZE)
-    ]
-    planes = [
-        plane.movedim(dim, 1)
-        for pages in worker.layers
-        for plane, dim in ((pages.keys, 3), (pages.values, 2), (pages.scores, 2), (pages.aux, 2), (pages.log_votes, 2))
-    ]
-    before = [[plane[where].clone() for where in slots] for plane in planes]
-    for plane in planes:
-        for where in slots:
-            plane[where] = torch.nan
-    yield
-    for plane, old in zip(planes, before, strict=True):
-        for where, numbers in zip(slots, old, strict=True):
-            plane[where] = numbers
-
-
-def is_exact(worker: Worker) -> bool:
-    return worker.compactor._is_exact(worker.config.policy)
-
-
 @pytest.mark.parametrize("protect", [((200, 204),), ((1, 4), (30, 33))])
 @pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv"])
 def test_protected_tokens_of_each_request_count(policy, protect, shape, faults):
@@ -266,28 +175,6 @@ def lose_slots(worker: Worker) -> None:
             pages.scores[one.source_blocks[one.plan.tail // BLOCK_SIZE :]] = 0.0
 
 
-@pytest.mark.parametrize("step", ["first", "second"])
-def test_a_policy_that_fails_beside_others_leaves_each_its_newest_entries(step, monkeypatch):
-    """As many as the request's own budget, however long the others are."""
-    together, alone = (Worker("h2o", (150, 190, 230), budgets=(40, 63, 50)) for _ in range(2))
-    for worker in (together, alone):
-        if step == "second":
-            worker.compactor.run(worker.first)
-    select, newest = HeavyHitter.select, getattr(together, step)[0].plan.num_tokens - 1
-
-    def failing(self, entries, *rest):
-        if int(entries.positions[0].max()) == newest or len(entries.positions) > NUM_LAYERS * NUM_HEADS:
-            raise RuntimeError("no")
-        return select(self, entries, *rest)
-
-    monkeypatch.setattr(HeavyHitter, "select", failing)
-    done = together.compactor.execute(getattr(together, step))
-    one_by_one = [alone.compactor.execute([one]) for one in getattr(alone, step)]
-    assert set(done.failures) == {0} and [len(one.failures) for one in one_by_one] == [1, 0, 0]
-    assert torch.equal(done.counts, torch.cat([one.counts for one in one_by_one]))
-    assert torch.equal(together.bytes, alone.bytes)
-
-
 def test_an_allocator_of_another_package_is_asked_for_each_request():
     """Its parameters need not be hashable, and it may give heads what it likes."""
     workers = [Worker("h2o", (150, 190), budgets=(40, 63)) for _ in range(2)]
@@ -296,7 +183,6 @@ def test_an_allocator_of_another_package_is_asked_for_each_request():
     for worker in workers:
         for step in (worker.first, worker.second):
             step[:] = [replace(one, policy=policy) for one in step]
-    assert not policy.takes_padding
     for step in ("first", "second"):
         together = workers[0].compactor.execute(getattr(workers[0], step))
         alone = [workers[1].compactor.execute([one]).counts[0] for one in getattr(workers[1], step)]

@@ -11,9 +11,8 @@ import torch
 from tests.engine.worker.test_batches import INTERVAL, NUM_HEADS, NUM_LAYERS, Worker
 from tests.entries import gather_entries
 from tests.policies import failing
-from vllm_kvmerge.policies.cost import Rates
-from vllm_kvmerge.policies.deadline import time_limit
-from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout
+from vllm_kvmerge.policies.bounds import time_limit
+from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, PartTooLarge
 from vllm_kvmerge.request.parameters import parse_compression
 
 MAX_SECONDS = 0.3
@@ -30,13 +29,13 @@ def run(worker: Worker, compactions, max_seconds: float | None = MAX_SECONDS):
 
 
 @pytest.mark.parametrize(("field", "fault", "part"), [one for one in failing.FAULTS if one[1] != "sleep_a_little"])
-@pytest.mark.parametrize("max_bytes", [1, 256 << 20], ids=["layer-by-layer", "together"])
+@pytest.mark.parametrize("max_bytes", [1, 64 << 20], ids=["head-by-head", "together"])
 def test_others_in_the_step_are_compressed_as_ever(field: str, fault: str, part: str, max_bytes: int) -> None:
     """The failing request keeps its newest entries; the bytes of all others are what they are without it."""
     with_it, without = (Worker("h2o", (150, 150, 150)) for _ in range(2))
     policy = parse_compression({"policy": failing.PRESET, "budget": 50, field: fault}).policy
     step = [with_it.first[0], replace(with_it.first[1], policy=policy), with_it.first[2]]
-    compactor = replace(with_it.compactor, max_bytes=max_bytes, max_seconds=MAX_SECONDS, rates=Rates(1e12, 1e12))
+    compactor = replace(with_it.compactor, max_bytes=max_bytes, max_seconds=MAX_SECONDS)
     done = compactor.execute(step)
     expected = without.compactor.execute([without.first[0], without.first[2]])
     assert list(done.failures) == [1] and done.failures[1].part == part
@@ -61,7 +60,7 @@ def test_one_that_is_compressed_in_parts_fails_as_at_once(field: str, fault: str
     policy = parse_compression({"policy": failing.PRESET, "budget": 50, field: fault}).policy
     results = []
     for worker in (at_once, in_parts):
-        compactor = replace(worker.compactor, max_seconds=MAX_SECONDS, rates=Rates(1e12, 1e12))
+        compactor = replace(worker.compactor, max_seconds=MAX_SECONDS)
         step = [replace(worker.first[0], policy=policy)]
         begun = {0: compactor.begin(step[0], 1000)} if worker is in_parts else {}
         for course in begun.values():
@@ -153,6 +152,37 @@ def test_the_time_of_all_layers_counts_together() -> None:
     assert isinstance(done.failures[0], PartTimeout)
 
 
+@pytest.mark.parametrize(("fault", "kind"), [("sleep", PartTimeout), ("hold", PartTooLarge)])
+def test_what_exceeds_its_bounds_twice_is_the_last(fault: str, kind: type[PartError]) -> None:
+    worker = Worker("h2o", (150, 150, 150))
+    policy = parse_compression({"policy": failing.PRESET, "budget": 50, "merge_fault": fault}).policy
+    compactor = replace(worker.compactor, max_seconds=0.05)
+    fails = [replace(one, policy=policy) for one in worker.first]
+    first, second = (compactor.execute([one]).failures[0] for one in fails[:2])
+    assert type(first) is type(second) is kind and first.part == second.part == "merger:failing"
+    assert not first.is_last and second.is_last
+    harmless = policy.model_copy(update={"merger": failing.FailingMerger(merge_fault="raise")})
+    assert not compactor.execute([replace(fails[2], policy=harmless)]).failures[0].is_last, "which exceeds none"
+
+
+def test_others_of_a_batch_that_holds_too_much_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a part holds too much for one request of several."""
+    worker = Worker("h2o", (150, 150, 150))
+    policy = parse_compression({"policy": failing.PRESET, "budget": 50}).policy
+    for pages in worker.layers:
+        pages.keys[worker.first[1].source_blocks[0]] = 77.0
+    merge = failing.FailingMerger.merge
+
+    def holds(self, entries, *args):
+        if bool((entries.keys == 77.0).any()):
+            torch.empty(failing.HELD)
+        return merge(self, entries, *args)
+
+    monkeypatch.setattr(failing.FailingMerger, "merge", holds)
+    done = worker.compactor.execute([replace(one, policy=policy) for one in worker.first])
+    assert {index: error.is_last for index, error in done.failures.items()} == {1: False}
+
+
 def test_what_a_destructor_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Pytest's own takes so long on a busy machine that the next alarm interrupts it.
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
@@ -179,7 +209,10 @@ def test_time_is_limited_for_each_request() -> None:
 )
 def test_nobody_is_interrupted_whom_another_worker_waits_for(policy: str, is_limited: bool) -> None:
     worker = Worker(policy, (150,))
+    (one,) = worker.first
+    foreign = replace(one, policy=one.policy.model_copy(update={"merger": failing.FailingMerger()}))
     for is_alone in (True, False):
         compactor = replace(worker.compactor, max_seconds=MAX_SECONDS, is_alone=is_alone)
-        left = compactor._batch([worker.first[0]], 0).time_left()
+        left = compactor._batch([foreign], 0).time_left()
         assert (left is not None) == (is_alone or is_limited)
+        assert compactor._batch([one], 0).time_left() is None, "our own are not limited"

@@ -28,7 +28,6 @@ from vllm_kvmerge.ops import (
     write_tokens,
 )
 from vllm_kvmerge.policies import Allocator, CompressionPolicy
-from vllm_kvmerge.policies.cost import Cost
 from vllm_kvmerge.request.limits import Limits, ModelShape
 from vllm_kvmerge.request.parameters import parse_compression
 
@@ -51,9 +50,6 @@ class Dealt(Allocator):
 
     def head_budgets(self, entries: Any, importance: Any, context: Any) -> list[int]:
         return [self.shares[at][head] for at, head in zip(context.heads.layers, context.heads.indices, strict=True)]
-
-    def cost(self, shape: Any) -> Cost:
-        return Cost()
 
 
 class Side:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import KVBlockZeroer
 
-from vllm_kvmerge.engine.plan import NO_STEP, attach, attached_report, is_scheduled
+from vllm_kvmerge.engine.plan import NO_STEP, Spent, attach, attached_report, is_scheduled
 from vllm_kvmerge.engine.worker.cuda_runner_v2 import BlockZeroer
 from vllm_kvmerge.engine.worker.reporting import Reporter
-from vllm_kvmerge.policies.cost import Rates
+from vllm_kvmerge.engine.worker.timing import Timing
 
 
 def test_blocks_are_zeroed_by_us_whatever_vllm_calls():
@@ -24,10 +24,11 @@ def test_a_report_waits_for_an_output_that_the_scheduler_gets():
     warm_up, step = SimpleNamespace(), SimpleNamespace()
     attach(step, NO_STEP)
     reporter, output = Reporter(), ModelRunnerOutput(req_ids=[], req_id_to_index={})
-    rates = Rates(1.0, 2.0)
-    reporter.add_rates(rates)
+    kind = "{}", 10
+    reporter.add_timings([Timing(kind, 600.0, 1.0, 1.5)], is_awaited=True)
+    reporter.add_timings([Timing(kind, 300.0, 7.0, 7.25)], is_awaited=False)
     reporter.is_heard = is_scheduled(warm_up)
     assert reporter.attach_to(output) is output
     reporter.is_heard = is_scheduled(step)
-    assert attached_report(reporter.attach_to(output)).rates == rates
+    assert attached_report(reporter.attach_to(output)).spent == {kind: Spent(0.75, 900.0, 0.5)}
     assert reporter.attach_to(output) is output

@@ -2,15 +2,15 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
@@ -20,6 +20,7 @@ from vllm_kvmerge.engine.worker.cache_positions import moves
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
+from vllm_kvmerge.engine.worker.timing import Timing, moment
 from vllm_kvmerge.ops import (
     PLAIN_SOFTMAX,
     ROW_PLANES,
@@ -32,22 +33,26 @@ from vllm_kvmerge.ops import (
 )
 from vllm_kvmerge.ops.types import Destination, sent
 from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionPolicy, CompressionResult, Heads, Queries
+from vllm_kvmerge.policies.base import HeadShape
+from vllm_kvmerge.policies.bounds import time_limit
 from vllm_kvmerge.policies.checks import is_foreign
-from vllm_kvmerge.policies.cost import MOVED_NUMBERS, Cost, CostShape, Rates
-from vllm_kvmerge.policies.deadline import time_limit
-from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout, as_part_error
+from vllm_kvmerge.policies.errors import (
+    OutOfMemory,
+    OutOfTime,
+    PartError,
+    PartTimeout,
+    PartTooLarge,
+    as_part_error,
+)
 from vllm_kvmerge.policies.indexing import in_place, largest
-from vllm_kvmerge.policies.pausing import Piece, in_pieces
+from vllm_kvmerge.policies.pausing import in_pieces
 from vllm_kvmerge.policies.protection import count_below
 from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.shares import fitted_budgets
 
-MAX_COSTS = 64
-"""Costs of policies that are remembered."""
-
-SLACK = 4
-"""Tolerance for a policy's time, as a multiple of its estimate: estimates and machines vary."""
+MOVED_NUMBERS = 6
+"""Numbers held for each number of keys that are turned to other positions where that is not done in place."""
 
 FEWEST, MOST = 4, 5
 """Columns of ``Execution.counts`` that are not sums."""
@@ -55,9 +60,8 @@ FEWEST, MOST = 4, 5
 NO_COUNT = 1 << 40
 """More entries than any head has: the fewest of none."""
 
-PROMPT_PADDING, FRONT_PADDING, GPU_PADDING = 256, 768, 4096
-"""Most dead entries that pad a request of a batch, on average, so that they cost no more than another batch would: at
-prompts' ends and later on a CPU, as measured (docs/performance.md), and on a GPU, an estimate by reads and launches."""
+EXCESS = 2
+"""Times the workspace, or what is assumed of the heads that go together, that another package's part may hold."""
 
 ANALYSIS = 0.25
 """Work of reading all layers once before they are compressed (budgets, statistics), as a share of compressing them."""
@@ -110,16 +114,6 @@ class Compaction:
     def is_of_tokens(self) -> bool:
         """True if the entries are the tokens themselves, which no compression has changed."""
         return self.segments[0] == 0
-
-    @property
-    def is_even(self) -> bool:
-        """True if the plan leaves the same number of entries in all heads: of nothing but tokens, or of as many entries
-        as it leaves, which lie where they will, and the tokens since."""
-        plan = self.plan
-        is_plain = self.complete is None and self.rescoring is None and not self.moves_keys and self.pages is None
-        if not is_plain or plan.share_blocks or plan.new_front != plan.budget:
-            return False
-        return plan.budget < plan.num_tokens if self.is_of_tokens else plan.in_place and plan.front == plan.budget
 
     @property
     def num_queries(self) -> int:
@@ -188,22 +182,21 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Plans that go through their policy together, of one shape or padded to the longest.
+    """Plans of one shape that go through their policy together.
 
-    plan: that of the largest budget, for what they have in common. num_entries: of each head, with as many dead ones as
-    a smaller budget leaves places empty. cost: of the policy, for one KV head of one layer, or the error of its
-    estimate. time_left: seconds that the policy may still take; None: no limit. work: how far it has come. counts:
-    ``Execution.counts``. num_rows: heads that are compressed at once, of one layer of the only request; 0: as many
-    layers as memory allows. failed: errors of requests, by index. shares: of each request by index, entries of each
-    head, layer by layer, where they are rounded to pages. fronts: what they come to, if that depends on data. deals:
-    new pages of requests, by index, where heads get some of their own. found: ``Execution.found``, by index. gathered:
-    the entries that were read last, by their sequence layers.
+    plan: the first, for what they have in common. num_entries: of each head. held: bytes of working memory for one KV
+    head of one layer, about. time_left: seconds that the policy may still take; None: no limit. work: how far it has
+    come. counts: ``Execution.counts``. num_rows: heads that are compressed at once, of one layer; 0: as many layers as
+    memory allows. failed: errors of requests, by index. shares: of each request by index, entries of each head, layer
+    by layer, where they are rounded to pages. fronts: what they come to, if that depends on data. deals: new pages of
+    requests, by index, where heads get some of their own. found: ``Execution.found``, by index. gathered: the entries
+    that were read last, by their sequence layers.
     """
 
     compactions: list[Compaction]
     plan: CompressionPlan
     num_entries: int
-    cost: Cost | PartError
+    held: int
     time_left: Callable[[], float | None]
     work: _Work
     counts: Tensor
@@ -218,12 +211,6 @@ class _Batch:
     @property
     def policy(self) -> CompressionPolicy:
         return self.compactions[0].policy
-
-    @cached_property
-    def is_padded(self) -> bool:
-        """True if shapes differ: fronts are pages of heads then, as far as operators know, of their own blocks."""
-        shape = self.num_entries, self.plan.new_front
-        return any((one.num_entries, one.plan.new_front) != shape for one in self.compactions)
 
     @property
     def is_of_tokens(self) -> bool:
@@ -248,7 +235,7 @@ class Execution:
     The newest entries of such requests were kept, so they must not go on generating. pages: of the new fronts, by index
     of the plan, where heads have some of their own. fronts: what they hold, where that depends on data. found: for the
     requests' next compactions, by index, where budgets of heads depend on data: the allocator's statistic of each
-    layer, if it has one, or else its budget of each head, layer by layer.
+    layer, if it has one, or else its budget of each head, layer by layer. timings: of the batches.
     """
 
     counts: Tensor
@@ -256,6 +243,7 @@ class Execution:
     pages: dict[int, HeadPages]
     fronts: dict[int, FrontReport]
     found: dict[int, Arriving]
+    timings: list[Timing]
 
 
 class Course:
@@ -263,11 +251,6 @@ class Course:
 
     def __init__(self, batch: _Batch, parts: Iterator[None]) -> None:
         self.batch, self._parts = batch, parts
-        self._seconds, self._progress = 0.0, 0.0
-        """Of advances that have begun while entries were being compressed."""
-        self.pace: float | None = None
-        """Seconds that all of the work would take at the pace of the last parts, or of all if that was slower; None:
-        not known yet."""
 
     @property
     def progress(self) -> float:
@@ -279,10 +262,12 @@ class Course:
         """Time spent so far."""
         return self.batch.work.elapsed
 
-    def advance(self, until: float, max_seconds: float = math.inf) -> None:
-        """Goes on up to this share of the work, by one part at least unless it has been done; 1: to the end. What
-        would take more than ``max_seconds`` is left, where workers need not come equally far."""
-        work, before, started, was_writing = self.batch.work, self.progress, self.seconds, self.batch.work.is_writing
+    def advance(self, until: float, max_seconds: float = math.inf) -> Timing:
+        """Goes on up to this share of the work, by one part at least unless it has been done; 1: to the end. What would
+        take more than ``max_seconds`` is left, where workers need not come equally far. Returns what was done."""
+        work, started, before = self.batch.work, self.seconds, self.progress
+        first, device = self.batch.compactions[0], self.batch.counts.device
+        begun = moment(device)
         work.resume()
         is_free = not self.batch.policy.selector.pools_heads
         last, last_seconds = 0.0, 0.0
@@ -296,10 +281,8 @@ class Course:
                 break
             last, last_seconds = self.progress - progress, self.seconds - seconds
         work.pause()
-        if was_writing and self.progress > before:
-            seconds, progress = self.seconds - started, self.progress - before
-            self._seconds, self._progress = self._seconds + seconds, self._progress + progress
-            self.pace = max(seconds / progress, self._seconds / self._progress)
+        amount = sum(one.num_entries for one in self.batch.compactions) * (self.progress - before)
+        return Timing((first.plan.compression, first.num_entries.bit_length()), amount, begun, moment(device))
 
 
 @dataclass(frozen=True)
@@ -315,9 +298,9 @@ class Compactor:
     returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` in the model's dtype and the same tensor in
     each call, or None if it is unknown. softmax: returns that of a layer, whose cap all layers share. rotation: the
     model's rotary position embedding, if it is known. group_size: query heads per KV head (G). hidden_size: of the
-    model. max_bytes: working memory of a policy for a batch; larger batches are split, down to one layer of one
-    request. max_seconds: time that a policy may take for a batch beyond ``SLACK`` times its estimate by ``rates``;
-    None: no limit. is_alone: no other worker compresses the same requests.
+    model. max_bytes: working memory of a policy for a batch; larger batches are split, down to one KV head of one
+    layer. max_seconds: time that another package's parts may take for a batch; None: no limit. is_alone: no other
+    worker compresses the same requests. exceeded: how often parts have taken too much time or memory, by label.
     """
 
     layers: Sequence[PagedKVCache]
@@ -329,12 +312,10 @@ class Compactor:
     rotation: Rotation | None = None
     group_size: int = 1
     hidden_size: int = 0
-    max_bytes: int = 256 << 20
+    max_bytes: int = 64 << 20
     max_seconds: float | None = None
     is_alone: bool = True
-    rates: Rates | None = None
-    _costs: dict[tuple[int, CostShape], tuple[CompressionPolicy, Cost]] = field(default_factory=dict)
-    """By the policy's identity, which holds as long as the policy is kept here."""
+    exceeded: Counter[str] = field(default_factory=Counter)
 
     def run(self, compactions: Sequence[Compaction]) -> list[tuple[int, int]]:
         """Executes a step's plans; returns each one's numbers of merged and evicted entries. Raises PartError."""
@@ -360,98 +341,75 @@ class Compactor:
             layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
             batches.setdefault((*shape, *source, *layout, plan.settles_shares), []).append(index)
         for indices in batches.values():
-            sizes = [compactions[index].num_entries for index in indices]
-            padding = PROMPT_PADDING if compactions[indices[0]].is_of_tokens else FRONT_PADDING
-            for some in _padded_little(indices, sizes, padding if self.device.type == "cpu" else GPU_PADDING):
-                courses.append((some, self._course([compactions[index] for index in some])))
-        counts, failures, pages, fronts, found = [], {}, {}, {}, {}
+            courses.append((indices, self._course([compactions[index] for index in indices])))
+        counts, failures, pages, fronts, found, timings = [], {}, {}, {}, {}, list[Timing]()
         for indices, course in courses:
-            course.advance(1.0)
+            timings.append(course.advance(1.0))
             batch = course.batch
             counts.append(batch.counts)
             failures.update({indices[index]: error for index, error in batch.failed.items()})
             pages.update({indices[index]: deal.pages for index, deal in enumerate(batch.deals)})
             fronts.update({indices[index]: front for index, front in enumerate(batch.fronts)})
             found.update({indices[index]: one for index, one in enumerate(batch.found)})
+        for error in {id(one): one for one in failures.values()}.values():
+            if isinstance(error, PartTimeout | PartTooLarge):
+                self.exceeded[error.part] += 1
+                error.is_last = self.exceeded[error.part] > 1
         in_order, order = counts[0] if len(counts) == 1 else torch.cat(counts), [i for some, _ in courses for i in some]
         if order != [*range(len(order))]:
             places = torch.tensor(order, dtype=torch.int64).argsort()
             in_order = in_order.index_select(0, sent(places, self.device))
-        return Execution(in_order, failures, pages, fronts, found)
+        return Execution(in_order, failures, pages, fronts, found, timings)
 
     def _shape(self, compaction: Compaction) -> tuple[object, ...]:
-        """Equal for compactions that can be one batch, as far as policy and sizes count; dead entries make the shorter
-        ones as long as the longest (``_padded_little``)."""
+        """Equal for compactions that can be one batch, as far as policy and sizes count."""
         plan, policy = compaction.plan, compaction.policy
         num_protected = count_below(policy.protect, plan.num_tokens if plan.is_refresh else plan.seq_len)
-        if compaction.is_even and policy.takes_padding and self._is_exact(policy):
-            return policy.text, num_protected, 0 if compaction.is_of_tokens else plan.num_tokens - plan.tail
         # By the request's text: parameters of another package's policy may not be hashable.
         sizes = compaction.num_entries, plan.budget, plan.new_front
         return plan.compression, id(policy), num_protected, *sizes
-
-    def _is_exact(self, policy: CompressionPolicy) -> bool:
-        """True if the operators that a policy uses round alike whatever the number of dead entries. PyTorch's products
-        of matrices need not, and on a GPU attention is added up by tiles of entries."""
-        if self.device.type == "cpu":
-            return (policy.takes_shares and not policy.query_window) or ops.is_native("most_similar", self.layers[0])
-        return not policy.query_window
 
     def begin(self, compaction: Compaction, num_parts: int) -> Course:
         """A compaction that is to be executed in about ``num_parts`` parts, down to one KV head of one layer."""
         return self._course([compaction], max(1, len(self.layers) * self.num_kv_heads // num_parts))
 
     def _course(self, compactions: list[Compaction], num_rows: int = 0) -> Course:
-        batch = self._batch(compactions, min(num_rows, self.num_kv_heads))
+        batch = self._batch(compactions, num_rows)
         return Course(batch, self._run_batch(batch))
 
     def _batch(self, compactions: list[Compaction], num_rows: int) -> _Batch:
-        """On a GPU our own parts have no time limit: they may wait for a kernel's compilation."""
+        """num_rows: 0: as many as memory allows."""
         first, work, max_seconds = compactions[0], _Work(), self.max_seconds
-        plan = max((one.plan for one in compactions), key=lambda plan: plan.budget)
-        num_entries = plan.budget + max(one.num_entries - one.plan.budget for one in compactions)
-        shape = CostShape(
-            num_entries=num_entries,
-            budget=plan.budget,
-            head_size=self.layers[0].head_size,
-            group_size=self.group_size,
-            hidden_size=self.hidden_size,
-            at_prompt_end=first.is_of_tokens,
-        )
-        cost = self._cost(first.policy, shape)
-        is_hurried = self.device.type == "cpu" or any(map(is_foreign, first.policy.parts))
-        if not self.is_alone and _may_exchange(first):
-            is_hurried = False  # others would wait forever for a worker that is interrupted
+        plan, num_entries = first.plan, first.num_entries
+        is_foreign_part = any(map(is_foreign, first.policy.parts))
+        # Others would wait forever for a worker that is interrupted.
+        has_limit = max_seconds is not None and is_foreign_part and (self.is_alone or not _may_exchange(first))
 
         def time_left() -> float | None:
-            if max_seconds is None or not is_hurried:
-                return None
-            expected = 0.0
-            if self.rates is not None:
-                if isinstance(cost, PartError):
-                    raise cost
-                expected = len(compactions) * len(self.layers) * self.num_kv_heads * cost.seconds(self.rates)
-            return max_seconds + SLACK * expected - work.elapsed
+            return max_seconds - work.elapsed if has_limit and max_seconds is not None else None
 
+        held = self._held(first, plan, num_entries)
+        if held * self.num_kv_heads > self.max_bytes and not first.policy.selector.pools_heads:
+            most = max(1, self.max_bytes // held)
+            num_rows = min(num_rows or most, most)
         policy = first.policy
         work.total += ANALYSIS * (policy.allocator.has_layer_statistic + bool(plan.share_blocks))
         counts = self._sent([[NO_COUNT if column == FEWEST else 0 for column in range(6)]] * len(compactions))
-        batch = _Batch(compactions, plan, num_entries, cost, time_left, work, counts, num_rows)
-        if batch.is_padded:
-            num_heads = len(self.layers) * self.num_kv_heads
-            batch.shares.extend([one.plan.budget] * num_heads for one in compactions)
+        batch = _Batch(compactions, plan, num_entries, held, time_left, work, counts, min(num_rows, self.num_kv_heads))
         return batch
 
-    def _cost(self, policy: CompressionPolicy, shape: CostShape) -> Cost | PartError:
-        """``_Batch.cost``. A request asks at every compression, most of which are of one shape."""
-        if (id(policy), shape) not in self._costs:
-            if len(self._costs) >= MAX_COSTS:
-                self._costs.clear()
-            try:
-                self._costs[id(policy), shape] = policy, policy.cost(shape)
-            except Exception as error:
-                return as_part_error(error)
-        return self._costs[id(policy), shape][1]
+    def _held(self, compaction: Compaction, plan: CompressionPlan, num_entries: int) -> int:
+        """``_Batch.held``."""
+        size = self.layers[0].head_size
+        shape = HeadShape(num_entries, min(plan.budget, num_entries), size, self.group_size, self.hidden_size)
+        numbers = compaction.policy.held(shape)
+        if compaction.complete is not None:
+            numbers += 2 * plan.new_front * size
+        if compaction.rescoring is not None:
+            numbers += num_entries * size
+        if compaction.moves_keys:
+            numbers += MOVED_NUMBERS * plan.new_front * size
+        return max(1, 4 * numbers)
 
     def _run_batch(self, batch: _Batch) -> Iterator[None]:
         """Executes the plans; may be left to wait where it yields."""
@@ -487,12 +445,10 @@ class Compactor:
             by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
             source, rows = result.source.seq_layers, Rows(update.changed, update.keys, update.values)
             index = sent(self._numbers(seq_layers).by_head, self.device)
-            blocks = source.blocks if batch.is_padded else sent(self._new_blocks(seq_layers, batch), self.device)
+            blocks = sent(self._new_blocks(seq_layers, batch), self.device)
             written: Iterable[tuple[Destination, Tensor | None]] = [(blocks, None)]
             if batch.deals:
                 written = self._destinations(seq_layers, batch, rounds)
-            elif batch.is_padded:
-                written = [(self._own_pages(seq_layers, batch) if source.pages is None else source.pages, None)]
             for destination, heads in written:
                 _count(batch.counts, index, by_head, heads)
                 if batch.complete is None:
@@ -541,32 +497,22 @@ class Compactor:
         try:
             entries, context = self._gather([seq_layer], batch), self._context([seq_layer], batch, statistics)
             pieces = in_pieces(lambda: batch.policy.compress(entries, context, batch.num_rows))
-            before, num_rows, of_row = batch.work.done, 0, 0.0
+            before, num_rows = batch.work.done, 0
             while True:
                 with time_limit(batch.time_left()):
                     try:
-                        piece = next(pieces)
+                        num_rows += next(pieces)
                     except StopIteration as end:
                         result = end.value.finite(self.dtype)
                         break
-                num_rows, of_row = num_rows + piece.rows, 0.0 if piece.rows else of_row + self._share(piece, batch)
-                is_stacked = num_rows == self.num_kv_heads and not piece.rows
-                batch.work.done = before + share * (num_rows + (1 / 3 if is_stacked else min(of_row, 1.0)))
+                batch.work.done = before + share * num_rows
                 yield
             batch.work.done = before + share * (self.num_kv_heads + 2 / 3)
             yield
             return [([seq_layer], result)]
-        except (Exception, OutOfTime) as error:
+        except (Exception, OutOfTime, OutOfMemory) as error:
             batch.failed[seq_layer.request] = as_part_error(error)
             return []
-
-    def _share(self, piece: Piece, batch: _Batch) -> float:
-        """Of the work for the heads that are compressed at once, by its estimate; 0 where there is none."""
-        if self.rates is None or isinstance(batch.cost, PartError):
-            return 0.0
-        expected = batch.num_rows * batch.cost.seconds(self.rates)
-        done = Cost(0, piece.products, piece.touches, piece.comparisons, piece.projections)
-        return done.seconds(self.rates) / expected
 
     def _shares(self, batch: _Batch, statistics: Tensor | None) -> Generator[None, None, list[list[int]]]:
         """``_Batch.shares`` by the policy's budgets; equal ones where it failed.
@@ -713,14 +659,6 @@ class Compactor:
             if heads.any():
                 yield pages.of_heads(heads), sent(heads.flatten(), self.device)
 
-    def _own_pages(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> HeadPages:
-        """Ordinary fronts, where plans write them, as pages of heads."""
-        requests, layers, _ = self._numbers(seq_layers)
-        ids = self._new_blocks(seq_layers, batch) * len(self.layers) + layers.unsqueeze(1)
-        ids = ids.unsqueeze(1) * self.num_kv_heads + torch.arange(self.num_kv_heads).unsqueeze(1)
-        fronts = torch.tensor([one.plan.new_front for one in batch.compactions]).index_select(0, requests)
-        return HeadPages(self.layers, ids, fronts.unsqueeze(1).repeat(1, self.num_kv_heads))
-
     def _head_pages(self, requests: list[HeadPages], seq_layers: list[_SequenceLayer]) -> HeadPages:
         """Those of sequence layers; ``requests``: those of each one's request."""
         layers = [one.layer for one in seq_layers]
@@ -763,22 +701,14 @@ class Compactor:
 
     def _parts(self, batch: _Batch) -> Iterator[list[_SequenceLayer]]:
         """The layers of all requests, in parts that fit in memory; one at a time for policies that need output
-        projections, which are large, or have no estimate of their cost, for layers that are copied to a GPU, and where
-        other requests would wait for them."""
+        projections, which are large, for layers that are copied to a GPU, and where heads go one after the other."""
         num_requests, num_layers = len(batch.compactions), len(self.layers)
         seq_layers = [_SequenceLayer(i, layer) for i in range(num_requests) for layer in range(num_layers)]
         if batch.deals:  # layers that take pages of others go last
             seq_layers.sort(key=lambda one: bool(batch.deals[one.request].grows[one.layer].all()))
-        size = 1
         is_copied = batch.complete is not None and self.device.type != "cpu"
         is_together = not batch.num_rows and not batch.policy.needs_output_weights and not is_copied
-        if is_together and isinstance(batch.cost, Cost):
-            restored = 0 if batch.complete is None else 2 * batch.plan.new_front * self.layers[0].head_size
-            if batch.compactions[0].rescoring is not None:
-                restored += batch.num_entries * self.layers[0].head_size
-            if batch.moves_keys:
-                restored += MOVED_NUMBERS * batch.plan.new_front * self.layers[0].head_size
-            size = max(1, self.max_bytes // max(1, 4 * self.num_kv_heads * (batch.cost.numbers + restored)))
+        size = max(1, self.max_bytes // (self.num_kv_heads * batch.held)) if is_together else 1
         for start in range(0, len(seq_layers), size):
             yield seq_layers[start : start + size]
 
@@ -831,9 +761,9 @@ class Compactor:
             rotation=self.rotation,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
             shares=shares,
-            is_padded=batch.is_padded,
             budgets=budgets,
             end=batch.plan.num_tokens if batch.plan.is_refresh else None,
+            most_bytes=EXCESS * max(self.max_bytes, len(layers) * self.num_kv_heads * batch.held),
         )
 
     def _softmax(self, layers: list[int]) -> Softmax:
@@ -867,11 +797,6 @@ class Compactor:
         batch.gathered.clear()
         entries = batch.gathered[tuple(seq_layers)] = PagedEntries.gather(self._located(seq_layers, batch))
         if batch.is_of_tokens:
-            if batch.is_padded:
-                lengths = torch.tensor([one.num_entries for one in batch.compactions])
-                by_head = lengths.index_select(0, self._numbers(seq_layers).by_head)
-                is_behind = entries.all_indices >= sent(by_head, self.device).unsqueeze(1)
-                entries = batch.gathered[tuple(seq_layers)] = entries.without(is_behind)
             # Before a request's first compression its KV blocks hold no valid statistics.
             entries.scores = self._prompt_scores(seq_layers, batch, "scores", entries.scores)
             entries.aux = self._prompt_scores(seq_layers, batch, "aux", entries.aux)
@@ -894,9 +819,8 @@ class Compactor:
             of_all, is_known = getattr(scores, plane), True
             first, last = layers[0], layers[-1]
             is_whole = layers == list(range(first, last + 1))
-            of_some = (of_all[first : last + 1] if is_whole else of_all[layers])[..., : compaction.num_entries]
-            missing = like.shape[1] - of_some.shape[2]
-            parts.append((pad(of_some, (0, missing)) if missing else of_some).flatten(0, 1))
+            of_some = of_all[first : last + 1] if is_whole else of_all[layers]
+            parts.append(of_some[..., : compaction.num_entries].flatten(0, 1))
         if not is_known:
             return torch.zeros_like(like)
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
@@ -907,25 +831,19 @@ class Compactor:
             blocks = sent(batch.complete.blocks.repeat(len(seq_layers), 1), self.device)
             segments = torch.tensor([batch.compactions[0].segments] * len(seq_layers))
             return SequenceLayers(caches, torch.arange(len(seq_layers)), blocks, segments)
-        requests, num_blocks = self._numbers(seq_layers).requests, -(-batch.num_entries // self.block_size)
-        padded = _padded([one.source_blocks for one in batch.compactions], num_blocks if batch.is_of_tokens else 0)
+        requests = self._numbers(seq_layers).requests
+        padded = _padded([one.source_blocks for one in batch.compactions])
         segments = torch.tensor([one.segments for one in batch.compactions]).index_select(0, requests)
         blocks = sent(padded, self.device).index_select(0, sent(requests, self.device))
-        if batch.is_padded and batch.is_of_tokens:
-            segments[:, 2] = batch.num_entries  # of which ``_gather`` hides the last
-        elif batch.is_padded:
-            segments[:, 0] = batch.plan.front
-            located = self._layers_of(seq_layers, blocks, segments)
-            return replace(located, pages=self._own_pages(seq_layers, batch))
         located = self._layers_of(seq_layers, blocks, segments)
         of_requests = [some for one in seq_layers if (some := batch.compactions[one.request].pages) is not None]
         return replace(located, pages=self._head_pages(of_requests, seq_layers)) if of_requests else located
 
     def _new_blocks(self, seq_layers: list[_SequenceLayer], batch: _Batch) -> Tensor:
         """``[U, blocks]`` on the CPU, those that plans write to."""
-        longest = max(len(one.plan.blocks) for one in batch.compactions)
-        tables = [[*one.plan.blocks, *[0] * (longest - len(one.plan.blocks))] for one in batch.compactions]
-        return torch.tensor(tables).index_select(0, self._numbers(seq_layers).requests)
+        return torch.tensor([one.plan.blocks for one in batch.compactions]).index_select(
+            0, self._numbers(seq_layers).requests
+        )
 
     def _layers_of(
         self, seq_layers: list[_SequenceLayer], blocks: Tensor, segments: Tensor | None = None
@@ -942,23 +860,10 @@ class Compactor:
 R = TypeVar("R")
 
 
-def _padded_little(indices: list[int], sizes: list[int], padding: int) -> Iterator[list[int]]:
-    """The indices in groups, whose longest has up to ``padding`` entries more than the mean. sizes: of each index."""
-    group, longest, total = list[int](), 0, 0
-    for size, index in sorted(zip(sizes, indices, strict=True), key=lambda one: -one[0]):
-        if group and (longest - padding) * (len(group) + 1) > total + size:
-            yield sorted(group)
-            group, total = [], 0
-        longest = longest if group else size
-        group, total = [*group, index], total + size
-    yield sorted(group)
-
-
-def _padded(tables: list[Tensor], num_blocks: int = 0) -> Tensor:
-    """``[plans, blocks]``: block tables ``[blocks]``, at least ``num_blocks``; the last number of the shorter ones is
-    repeated."""
+def _padded(tables: list[Tensor]) -> Tensor:
+    """``[plans, blocks]``: block tables ``[blocks]``; the last number of the shorter ones is repeated."""
     lengths = torch.tensor([len(table) for table in tables], device="cpu").unsqueeze(1)
-    longest = max(int(lengths.max()), num_blocks)
+    longest = int(lengths.max())
     if longest == int(lengths.min()):
         return torch.stack(tables)
     # On a GPU equally many launches for any number of tables.
@@ -1000,7 +905,7 @@ def _contained(
     requests = [list(some) for _, some in groupby(sound, key=lambda one: one.request)]
     try:
         result = run(sound)
-    except (Exception, OutOfTime) as error:
+    except (Exception, OutOfTime, OutOfMemory) as error:
         fault = as_part_error(error)
         if len(requests) == 1 or isinstance(fault, PartTimeout):
             failed.update(dict.fromkeys((some[0].request for some in requests), fault))

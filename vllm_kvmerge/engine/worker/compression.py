@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -47,7 +47,6 @@ from vllm_kvmerge.engine.plan import (
     CompressionPlan,
     CompressionStep,
     PartialPlan,
-    Progress,
     RepeatedChunk,
     attached_step,
     is_scheduled,
@@ -84,7 +83,6 @@ from vllm_kvmerge.ops import (
     override,
 )
 from vllm_kvmerge.ops.types import sent
-from vllm_kvmerge.policies.cost import Rates, measure_rates
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
@@ -175,7 +173,6 @@ class Compression:
         """Requests of whose tokens in the step some are drafts."""
         self._held: dict[str, tuple[int, HeldQueries]] = {}
         """Their queries, if they count, and the numbers of tokens computed before the step."""
-        self.rates: Rates | None = None
         self._compactor: Compactor | None = None
         self._hidden_states: HiddenStates | None = None
         self._output_weights: OutputWeights | None = None
@@ -207,11 +204,6 @@ class Compression:
         """Blocks of the pool, the null block included, tokens of a block, and ``Limits.window_blocks``."""
         first = self.compactor.layers[0]
         return len(first.log_votes), first.block_size, list(self._window_blocks)
-
-    def known_rates(self) -> dict[str, float]:
-        """The worker's ``Rates``, once there is a KV cache."""
-        assert self.rates is not None, "there is no KV cache yet"
-        return asdict(self.rates)
 
     # The KV cache.
 
@@ -259,7 +251,7 @@ class Compression:
             index: self._window_layers(model, names) for index, names in groups.items() if index != self.group
         }
         override(plugin_config(self._config).operators)
-        limits, self.rates = request_limits(self._config), measure_rates(self._device, self._config.model_config.dtype)
+        limits = request_limits(self._config)
         if (expected := limits.shape.num_layers) != len(layers):
             raise UnsupportedConfigError(
                 f"model layers: {len(layers)} have a cache of full attention, its config says {expected}"
@@ -272,16 +264,6 @@ class Compression:
             ):
                 if has and not known:  # requests are checked against what is known
                     raise UnsupportedConfigError(f"the model {trait}, which its configuration does not say")
-        logger.info(
-            "Compressing one request may take %.0f MiB and, at %.3g products, %.3g comparisons, %.3g projections and "
-            "%.3g other numbers a second, %g s",
-            limits.max_bytes / 2**20,
-            self.rates.products_per_second,
-            self.rates.comparisons_per_second,
-            self.rates.projections_per_second,
-            self.rates.touches_per_second,
-            limits.max_seconds,
-        )
         logger.info("KV cache operators: %s", implementation(pages[0]))
         heads, num_kv_heads = HeadShare.of(self._config), pages[0].num_kv_heads
         self._query_shape = (layers[0].impl.num_heads, layers[0].impl.head_size)
@@ -298,12 +280,10 @@ class Compression:
             rotation=None if limits.shape.has_latents else find_rotation(model, layer_names),
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
-            max_bytes=limits.max_bytes,
+            max_bytes=limits.workspace_bytes,
             max_seconds=limits.max_seconds,
             is_alone=heads.num_workers == 1,
-            rates=self.rates,
         )
-        self.reporter.add_rates(self.rates)
 
     def _window_layers(self, model: nn.Module, layer_names: list[str]) -> tuple[list[PagedKVCache], Rotation | None]:
         """Caches of layers with a window, and their RoPE if it is one that keys can be turned by."""
@@ -636,6 +616,7 @@ class Compression:
                 lost[index] = error
         done = self.compactor.execute(compactions, courses)
         done.failures.update(lost)
+        self.reporter.add_timings(done.timings, self.step.is_awaited)
         for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
             state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
             state.table = None if state.pages is None else self._table(state.pages)
@@ -699,9 +680,9 @@ class Compression:
             self._begun[request_id] = BegunPlan(compaction, self.compactor.begin(compaction, part.num_parts), error)
         course = self._begun[request_id].course
         # A GPU's work is launched, not done.
-        is_timed = self._device.type == "cpu"
-        course.advance(part.until, part.seconds if is_timed else math.inf)
-        self.reporter.add_progress(request_id, Progress(course.progress, course.pace if is_timed else None))
+        timing = course.advance(part.until, part.seconds if self._device.type == "cpu" else math.inf)
+        self.reporter.add_timings([timing], self.step.is_awaited)
+        self.reporter.add_progress(request_id, course.progress)
 
     def _kept(self, plan: CompressionPlan, config: CompressionConfig, state: RequestState) -> KeptFront:
         """What is kept of the front that a request has now."""

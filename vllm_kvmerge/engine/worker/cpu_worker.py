@@ -47,10 +47,6 @@ class KVMergeWorker(CPUWorker):
         logger.info("The KV cache leaves %.0f MiB for prompt scores and newest queries", kept / 2**20)
         return available - kept
 
-    def compression_rates(self) -> dict[str, float]:
-        """The worker's ``policies.cost.Rates``, for API servers."""
-        return self.model_runner.compression.known_rates()
-
     def pool_sizes(self) -> tuple[int, int, list[tuple[int, int]]]:
         """``Compression.pool_sizes``, for API servers."""
         return self.model_runner.compression.pool_sizes()

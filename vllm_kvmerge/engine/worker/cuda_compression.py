@@ -77,7 +77,7 @@ class CUDACompression(Compression):
         limits = request_limits(self._config)
         kept = torch.empty(limits.kept_bytes, dtype=torch.uint8, device=self._device)
         yield
-        torch.empty(limits.max_bytes, dtype=torch.uint8, device=self._device)
+        torch.empty(limits.workspace_bytes, dtype=torch.uint8, device=self._device)
         del kept
 
     def prepare_attention(self, attn_groups: list[AttentionGroup], block_table_width: int) -> None:

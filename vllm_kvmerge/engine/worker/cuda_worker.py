@@ -31,10 +31,6 @@ class KVMergeCUDAWorker(Worker):
         self.model_runner.compression.warm_up()
         return super().compile_or_warm_up_model()
 
-    def compression_rates(self) -> dict[str, float]:
-        """The worker's ``policies.cost.Rates``, for API servers."""
-        return self.model_runner.compression.known_rates()
-
     def pool_sizes(self) -> tuple[int, int, list[tuple[int, int]]]:
         """``Compression.pool_sizes``, for API servers."""
         return self.model_runner.compression.pool_sizes()

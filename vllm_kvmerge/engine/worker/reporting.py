@@ -18,13 +18,13 @@ from vllm_kvmerge.engine.plan import (
     Failure,
     FrontReport,
     HeadCounts,
-    Progress,
+    Spent,
     attach,
 )
 from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.compactor import FEWEST, MOST
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
-from vllm_kvmerge.policies.cost import Rates
+from vllm_kvmerge.engine.worker.timing import Timing
 from vllm_kvmerge.policies.errors import PartError
 
 logger = init_logger(__name__)
@@ -55,6 +55,7 @@ class Reporter:
     def __init__(self) -> None:
         self.is_heard = True
         self._report = CompressionReport()
+        self._timings: list[tuple[Timing, bool]] = []
         self._compressed: list[_Compressed] = []
         self._late: list[_Compressed] = []
         """Of steps before. Compactions follow a step's tokens on the GPU, which must not wait for their numbers: these
@@ -71,8 +72,10 @@ class Reporter:
         arriving, is_awaited = Arriving.of(counts), any(plan.key is not None for plan in plans)
         self._compressed.append(_Compressed([plan.request_id for plan in plans], arriving, num_heads, is_awaited))
 
-    def add_rates(self, rates: Rates) -> None:
-        self._report.rates = rates
+    def add_timings(self, timings: list[Timing], is_awaited: bool) -> None:
+        """Adds work that has been done, or launched on a GPU, whose time is reported once it is known. is_awaited: of
+        its step."""
+        self._timings += [(timing, is_awaited) for timing in timings]
 
     def add_failures(self, plans: list[CompressionPlan], errors: dict[int, PartError], heads: HeadShare) -> None:
         """Adds ``errors``, by index in ``plans``. All tensor-parallel workers call this: only one's output reaches the
@@ -80,7 +83,7 @@ class Reporter:
         for index, error in errors.items():
             request_id = plans[index].request_id
             logger.error("Compression of request %s failed: %s", request_id, error, exc_info=error)
-            self._report.failures[request_id] = Failure(str(error), error.part)
+            self._report.failures[request_id] = Failure(str(error), error.part, error.is_last)
         failed = heads.failed_anywhere([index in errors for index in range(len(plans))])
         for plan, has_failed in zip(plans, failed, strict=True):
             if has_failed:
@@ -90,14 +93,16 @@ class Reporter:
         """Adds what fronts came to, by index in ``plans``."""
         self._report.fronts.update({plans[index].request_id: front for index, front in fronts.items()})
 
-    def add_progress(self, request_id: str, progress: Progress) -> None:
+    def add_progress(self, request_id: str, done: float) -> None:
         """Adds how far a plan has come that is carried out in parts."""
-        self._report.progress[request_id] = progress
+        self._report.progress[request_id] = done
 
     def attach_to(self, output: Any) -> Any:
         """The model runner's output with the report; without one that is heard, the report waits for the next."""
         if output is None or not self.is_heard:
             return output
+        if self._timings:
+            self._add_spent()
         if not self._late and not self._compressed and self._report == NO_REPORT:
             return output
         compressed = self._late + [one for one in self._compressed if not one.may_be_late]
@@ -108,6 +113,16 @@ class Reporter:
         if isinstance(output, AsyncModelRunnerOutput):
             return _ReportingOutput(output, report, compressed)
         return _with_report(output, report, compressed)
+
+    def _add_spent(self) -> None:
+        timings, self._timings = self._timings, []
+        for one, is_awaited in timings:
+            if (seconds := one.seconds) is None:
+                self._timings.append((one, is_awaited))
+                continue
+            spent = self._report.spent.setdefault(one.kind, Spent())
+            spent.seconds, spent.entries = spent.seconds + seconds, spent.entries + one.amount
+            spent.awaited += seconds if is_awaited else 0.0
 
 
 def _with_report(

@@ -141,7 +141,7 @@ def compactions(
     layers = [scratch_like(cache, 1 + 2 * num_blocks) for cache in compactor.layers]
     # The model's projections, which some policies read, would be kept for good.
     weights = torch.zeros(heads, group_size, 1, layers[0].head_size, device=device)
-    compactor = replace(compactor, layers=layers, output_weights=lambda layer: weights, max_seconds=None, _costs={})
+    compactor = replace(compactor, layers=layers, output_weights=lambda layer: weights, max_seconds=None)
     shape = 2, len(layers), heads, PROMPT
     numbers = (torch.arange(math.prod(shape), device=device) * 37 % 97 / 97.0).view(shape)
     blocks = torch.arange(1, 1 + num_blocks, dtype=torch.int32, device=device)
@@ -158,13 +158,6 @@ def compactions(
             first, plan=replace(plan, front=capacity, tail=PROMPT, num_tokens=PROMPT + INTERVAL), prompt_scores=None
         )
         _run(compactor, [first, second])
-        if policy.takes_padding:  # with another request's, which is shorter
-            for one, front in ((first, 0), (second, 1)):
-                plans = [
-                    replace(one.plan, front=front * budget, new_front=budget, budget=budget, in_place=bool(front))
-                    for budget in (capacity, capacity - 1)
-                ]
-                _run_together(compactor, [replace(one, plan=plan) for plan in plans])
         if compactor.rotation is not None:
             _run(compactor, [replace(one, moves_keys=True) for one in (first, second)])
         if head_pages and (most != BUDGET or not policy.allocator.fills_budget):

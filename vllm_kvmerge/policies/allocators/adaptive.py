@@ -4,7 +4,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries, sorting
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 
 
@@ -36,8 +36,3 @@ class Adaptive(Allocator):
         shares = context.heads.by_sequence_layer(importance.masked_fill(~entries.is_live, -1.0))
         counts = ops.split_budget(shares, shares.shape[1] * budget, floor, self.capacity(budget))
         return counts.flatten()
-
-    def cost(self, shape: CostShape) -> Cost:
-        n = shape.num_entries
-        # On a GPU, and in the reference, selection is a sort.
-        return Cost(numbers=6 * n, touches=3 * sorting(n) + 20 * n)

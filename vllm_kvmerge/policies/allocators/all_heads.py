@@ -4,7 +4,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries, sorting
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 
 
@@ -41,8 +41,3 @@ class AllHeads(Allocator):
         total, most = shares.shape[1] * context.budget, self.capacity(context.budget)
         counts = ops.split_budget(shares, total, context.min_budget, most)
         return counts.flatten()
-
-    def cost(self, shape: CostShape) -> Cost:
-        n = shape.num_entries
-        # On a GPU, and in the reference, selection is a sort.
-        return Cost(numbers=6 * n, touches=3 * sorting(n) + 20 * n)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vllm_kvmerge.policies.base import Allocator, Cost, CostShape
+from vllm_kvmerge.policies.base import Allocator
 from vllm_kvmerge.policies.registry import register
 
 
@@ -41,6 +41,3 @@ class Pyramid(Allocator):
 
     def _amplitude(self, budget: int) -> float:
         return budget * (self.ratio - 1.0) / (self.ratio + 1.0)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost()

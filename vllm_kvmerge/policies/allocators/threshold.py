@@ -3,7 +3,7 @@
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 
 
@@ -34,6 +34,3 @@ class Threshold(Allocator):
         counts = (importance > self.threshold).sum(1) + context.min_budget
         counts = counts.minimum(entries.is_live.sum(1)).clamp(max=self.capacity(context.budget))
         return counts
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=shape.num_entries, touches=4 * shape.num_entries)

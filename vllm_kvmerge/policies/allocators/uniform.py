@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from vllm_kvmerge.policies.base import Allocator, Cost, CostShape
+from vllm_kvmerge.policies.base import Allocator
 from vllm_kvmerge.policies.registry import register
 
 
@@ -11,7 +11,6 @@ class Uniform(Allocator):
     """Every layer and head alike, but the first ``skip_layers`` keep all their tokens (MorphKV appendix A.6)."""
 
     name = "uniform"
-    ignores_dead = True
     source = "every layer and head alike"
     reads_attention = False
 
@@ -22,6 +21,3 @@ class Uniform(Allocator):
 
     def layer_budgets(self, budget: int, num_entries: int, num_layers: int, least: int) -> list[int]:
         return [num_entries if layer < self.skip_layers else budget for layer in range(num_layers)]
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost()

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import Allocator, CompressionContext, Cost, CostShape, Entries
+from vllm_kvmerge.policies.base import Allocator, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 
 
@@ -57,9 +57,6 @@ class Variance(Allocator):
         # No weight is 0, as that of a layer with nearly all the variance of very many would be.
         weights = [math.exp(-min(variance / mean, 700.0)) for variance in variances]
         return split(budget * len(weights), weights, least, self.capacity(budget))
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=8 * shape.num_entries, touches=20 * shape.num_entries)
 
 
 def split(total: int, weights: list[float], least: int, most: int) -> list[int]:

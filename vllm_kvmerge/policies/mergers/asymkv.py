@@ -5,9 +5,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
-from vllm_kvmerge.policies.cost import Cost, CostShape, sorting
 from vllm_kvmerge.policies.indexing import complement, listed, select
-from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
+from vllm_kvmerge.policies.mergers.convex import take_in
 from vllm_kvmerge.policies.registry import register
 
 
@@ -116,14 +115,6 @@ class AsymKVMerger(Merger):
             scores=update.scores.scatter_add(1, places, scores.masked_fill(~joins, 0.0)),
             positions=update.positions.scatter_reduce(1, places, positions.masked_fill(~joins, DEAD), "amax"),
         )
-
-    def cost(self, shape: CostShape) -> Cost:
-        n, m, c, d = shape.num_entries, shape.num_leaving, shape.num_kept, shape.head_size
-        if not self.merge_first:
-            return absorbing(m, min(m, c), d) + Cost(numbers=16 * n, touches=sorting(c) + 100 * n)
-        # Each round sorts the remaining entries, and halves them at best.
-        rounds = Cost(numbers=40 * n, touches=12 * sorting(n) + 200 * n)
-        return absorbing(m, min(m, c), d) + rounds
 
 
 def _nearest(targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

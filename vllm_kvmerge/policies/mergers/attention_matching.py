@@ -7,13 +7,12 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.ops import ScoreMode
-from vllm_kvmerge.policies.base import MAX_QUERIES, CacheUpdate, CompressionContext, Entries, Merger, Queries
-from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering
+from vllm_kvmerge.policies.base import MAX_QUERIES, CacheUpdate, CompressionContext, Entries, HeadShape, Merger, Queries
 from vllm_kvmerge.policies.indexing import listed
 from vllm_kvmerge.policies.mergers.least_squares import (
-    CHOLESKY,
     attention,
     full_attention,
+    held_by_fit,
     kept_entries,
     ridge_regression,
 )
@@ -114,22 +113,9 @@ class AttentionMatchingMerger(Merger):
         ridge = self.votes_ridge * _mean_eigenvalue(mass)
         return fit_votes(mass, free, ridge, least, most, STEPS).log()
 
-    def cost(self, shape: CostShape) -> Cost:
-        n, c, d = shape.num_entries, shape.num_kept, shape.head_size
-        queries = min(self.matching_window, n)
-        r = shape.group_size * queries
-        system = min(r, c)
-        solving = system**2 * max(r, c) + CHOLESKY * system**3 // 3
-        fit = 8 * c * d + 8 * r * d + 5 * r * c + 3 * system**2 + 40 * c
-        step = Cost(products=solving + (len(STEP_LENGTHS) + 4) * r * c, touches=20 * r * c + 60 * c)
-        return (
-            Cost(
-                numbers=max(2 * (n + c) * d + r * c + attending(n, queries, shape.group_size), fit) + 20 * n,
-                products=2 * r * n * d + 8 * r * c * d + solving + 2 * system**2 * d,
-                touches=2 * gathering(n * d) + 10 * r * n + gathering(r * c) + 60 * r * c + 20 * (r + n) * d,
-            )
-            + step * STEPS
-        )
+    def held(self, shape: HeadShape) -> int:
+        rows = shape.group_size * min(self.matching_window, shape.num_entries)
+        return held_by_fit(shape, rows)
 
 
 def _full_attention(entries: Entries, kept: Tensor, queries: Queries, scale: float) -> tuple[Tensor, Tensor]:

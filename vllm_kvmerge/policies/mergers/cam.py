@@ -5,8 +5,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, HeadShape, Merger, ScoreMode
 from vllm_kvmerge.policies.indexing import complement, listed, select
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.registry import register
@@ -88,12 +87,6 @@ class CamMerger(Merger):
         sums = spread.cumsum(1, dtype=torch.float64)
         return ((total(receivers) - total(receivers - self.num_receivers)) / self.num_receivers).to(spread.dtype)
 
-    def cost(self, shape: CostShape) -> Cost:
-        if shape.at_prompt_end and not self.merge_prompt:
-            return Cost()
-        m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
-        r = min(c, m * self.num_receivers)  # entries that gain something
-        return Cost(
-            numbers=(m + 3 * c + 6 * r) * d + 24 * (m + c),
-            touches=2 * gathering((m + r) * d) + (12 * c + 12 * r) * d + sorting(c) + 100 * shape.num_entries,
-        )
+    def held(self, shape: HeadShape) -> int:
+        receivers = min(shape.num_kept, shape.num_leaving * self.num_receivers)
+        return (shape.num_leaving + 3 * shape.num_kept + 6 * receivers) * shape.head_size

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.policies.base import DEAD, CacheUpdate, Cost, Entries, gathering
+from vllm_kvmerge.policies.base import DEAD, CacheUpdate, Entries
 from vllm_kvmerge.policies.indexing import inverse, select
 
 
@@ -22,15 +22,6 @@ def take_in(
     changed, row = ops.list_joined(places, joins, kept.shape[1])
     joining = sources.masked_fill(~joins, DEAD), row, shares, select(kept, changed)
     return changed, entries.mixed("keys", *joining), entries.mixed("values", *joining)
-
-
-def absorbing(num_sources: int, num_targets: int, head_size: int) -> Cost:
-    """Upper bound of the cost of ``absorb``, or of ``take_in`` alone."""
-    rows = (num_sources + num_targets) * head_size
-    return Cost(
-        numbers=2 * rows + 16 * num_sources + 12 * num_targets,
-        touches=4 * gathering(rows) + 12 * num_sources * head_size + 40 * (num_sources + num_targets),
-    )
 
 
 def absorb(

@@ -7,9 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
-from vllm_kvmerge.policies.cost import Cost, CostShape, comparing
 from vllm_kvmerge.policies.indexing import complement
-from vllm_kvmerge.policies.mergers.convex import absorb, absorbing
+from vllm_kvmerge.policies.mergers.convex import absorb
 from vllm_kvmerge.policies.registry import register
 
 AUX_OFFSET = 2.0
@@ -60,7 +59,3 @@ class D2OMerger(Merger):
         previous = entries.aux.masked_fill(~entries.is_live, 0.0).amax(1, keepdim=True)
         moved = torch.where(previous > 0, torch.lerp(previous, mean, self.threshold_share), mean)
         return torch.where(count > 0, moved, previous)
-
-    def cost(self, shape: CostShape) -> Cost:
-        m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
-        return comparing(m, c, d) + absorbing(m, min(m, c), d)

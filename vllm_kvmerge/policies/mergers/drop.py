@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Cost, CostShape, Entries, Merger, ScoreMode
+from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.registry import register
 
 
@@ -14,12 +14,8 @@ class DropMerger(Merger):
     source = "eviction"
     tracker_modes = frozenset(ScoreMode)
     takes_shares = True
-    ignores_dead = True
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
         return CacheUpdate.of(entries, kept)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost()

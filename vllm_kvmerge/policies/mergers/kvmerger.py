@@ -5,9 +5,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
-from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, gathering
 from vllm_kvmerge.policies.indexing import complement
-from vllm_kvmerge.policies.mergers.convex import absorb, absorbing
+from vllm_kvmerge.policies.mergers.convex import absorb
 from vllm_kvmerge.policies.registry import register
 
 
@@ -49,10 +48,6 @@ class KVMergerMerger(Merger):
         scaled = torch.where(sigma > 0, distance / sigma, 0.0)
         weights = torch.exp(-0.5 * scaled**2).masked_fill(~joins, 0.0)
         return absorb(entries, kept, evicted, targets, weights, protected)
-
-    def cost(self, shape: CostShape) -> Cost:
-        m, c, d = shape.num_leaving, shape.num_kept, shape.head_size
-        return comparing(m, c, d) + absorbing(m, min(m, c), d) + Cost(touches=gathering(3 * m * d))
 
 
 def _distances(entries: Entries, sources: Tensor, centres: Tensor) -> Tensor:

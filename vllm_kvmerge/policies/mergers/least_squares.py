@@ -7,11 +7,15 @@ from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops.attention import head_parts, query_groups
-from vllm_kvmerge.policies.base import Entries, Queries
+from vllm_kvmerge.policies.base import Entries, HeadShape, Queries
 from vllm_kvmerge.policies.pausing import may_pause
 
-CHOLESKY = 10
-"""Time of factoring a small matrix, relative to a product of as many multiply-adds."""
+
+def held_by_fit(shape: HeadShape, num_rows: int) -> int:
+    """``Part.held`` of a fit of what is kept to the attention of ``num_rows`` query rows over everything."""
+    kept, size = shape.num_kept, shape.head_size
+    fit = 10 * (kept + num_rows) * size + 5 * num_rows * kept + 2 * min(num_rows, kept) ** 2
+    return max(2 * shape.num_entries * size, fit)
 
 
 def attention(queries: Queries, entries: Entries, scale: float) -> Tensor:

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.policies.base import CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import by_position, inverse
 from vllm_kvmerge.policies.registry import register
 
@@ -26,7 +25,6 @@ class NeighbourValueMerger(Merger):
     name = "neighbour_value"
     source = "WeightedKV, arXiv:2503.01330"
     tracker_modes = frozenset({ScoreMode.MEAN, ScoreMode.SUM})
-    ignores_dead = True
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
@@ -38,10 +36,3 @@ class NeighbourValueMerger(Merger):
         )
         values = entries.mixed("values", index, target, shares, None)
         return CacheUpdate.of(entries, kept).write(places, None, values, merged)
-
-    def cost(self, shape: CostShape) -> Cost:
-        n, m = shape.num_entries, shape.num_leaving
-        column = min(n, 2 * m)  # entries that leave, and those that follow them
-        rows = column * shape.head_size
-        index_touches = 60 * column + sorting(column) + sorting(n) // 4 + 60 * n
-        return Cost(2 * rows + 24 * column + 12 * n, 0, 2 * gathering(rows) + 3 * rows + index_touches)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import ScoreMode
-from vllm_kvmerge.ops.regression import MOST_PARTS, OutputDerivative
+from vllm_kvmerge.ops.regression import OutputDerivative
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
@@ -17,15 +17,15 @@ from vllm_kvmerge.policies.base import (
     CacheUpdate,
     CompressionContext,
     Entries,
+    HeadShape,
     Merger,
     Queries,
     ServedModel,
 )
-from vllm_kvmerge.policies.cost import Cost, CostShape, attending, gathering, sorting
 from vllm_kvmerge.policies.indexing import listed, sinks
 from vllm_kvmerge.policies.mergers.least_squares import (
-    CHOLESKY,
     full_attention,
+    held_by_fit,
     is_finite,
     kept_entries,
     ridge_regression,
@@ -154,32 +154,9 @@ class RegressionMerger(Merger):
             free &= kept.positions < queries.positions.amin(-1, keepdim=True)
         return free & ~ops.top(weight, torch.zeros_like(free), free, int(self.fixed_share * len(kept)))
 
-    def cost(self, shape: CostShape) -> Cost:
-        n, c, d = shape.num_entries, shape.num_kept, shape.head_size
-        queries = min(self.regression_window, n)
-        r = shape.group_size * queries
-        system = min(r, c)
-        products = r if r <= 2 * d else 0  # side of the matrix Q Q^T, if that is kept
-        # On a GPU all shares of a step are tried at once, and conjugate gradients keep parts of sums.
-        on_gpu = len(STEP_LENGTHS) * ((c + r) * d + r * c) + MOST_PARTS * r * d
-        fit = (10 * c + 10 * r) * d + 5 * r * c + 2 * system**2 + products**2 + on_gpu
-        value_step = Cost(
-            products=4 * r * c * d + system**2 * max(r, c) + CHOLESKY * system**3 // 3 + 2 * system**2 * d,
-            touches=24 * r * c + 12 * (r + c) * d,
-        )
-        iteration = Cost(products=2 * r * c * d + min(r, 2 * d) * r * c, touches=8 * r * c + 30 * r * d)
-        key_step = Cost(products=7 * r * c * d + products**2 * d, touches=60 * r * c + 30 * (r + c) * d)
-        step = Cost()
-        if "v" in self.components:
-            step += value_step
-        if "k" in self.components:
-            step += key_step + iteration * ((self.cg_iterations + 1) // 2)  # about as many as it takes
-        all_queries = Cost(
-            numbers=max(2 * n * d + attending(n, queries, shape.group_size), fit) + 20 * n,
-            products=2 * r * n * d,
-            touches=2 * gathering(n * d) + 10 * r * n + 20 * (r + n) * d + 2 * sorting(n),
-        )
-        return all_queries + step * self.steps
+    def held(self, shape: HeadShape) -> int:
+        rows = shape.group_size * min(self.regression_window, shape.num_entries)
+        return held_by_fit(shape, rows)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from torch import Tensor
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
 from vllm_kvmerge.policies.indexing import complement, inverse
-from vllm_kvmerge.policies.mergers.convex import absorbing, take_in
+from vllm_kvmerge.policies.mergers.convex import take_in
 from vllm_kvmerge.policies.registry import register
 
 MAX_JOINING = 256
@@ -37,7 +36,6 @@ class ResidualMerger(Merger):
     name = "residual"
     source = "ZSMerge, arXiv:2503.10714"
     tracker_modes = frozenset({ScoreMode.SUM})
-    ignores_dead = True
 
     alpha: float = Field(
         0.6, ge=0.0, le=1.0, description="How much of ln(fusion count) a merged entry's logit carries."
@@ -61,25 +59,6 @@ class ResidualMerger(Merger):
         # Of dead slots too, whose metadata will be overwritten (``CacheUpdate.emptied``).
         slots = replace(slots, log_votes=self.alpha * torch.log(slots.aux))
         return slots.behind(entries, kept)
-
-    def cost(self, shape: CostShape) -> Cost:
-        # The entries that leave, plus those whose places slots take.
-        m, s, d = shape.num_leaving, min(self.num_slots(shape.budget), shape.num_kept), shape.head_size
-        sorted_ = sorting(m + s) + 80 * shape.num_entries
-        if shape.at_prompt_end:
-            rest = m + s
-            touches = gathering(4 * rest * d) + 8 * rest * d + sorted_
-            return Cost((2 * rest + 2 * s) * d + 24 * rest + 12 * s, 0, touches)
-        part = min(m, MAX_JOINING)
-        joined = Cost(
-            numbers=(3 * s + 3 * part) * d + 3 * part * (s + part),
-            products=m * (s + part) * d,
-            touches=gathering((m + s) * d) + m * (2 * s + 2 * part) + 6 * m * d,
-        )
-        # Each is held after the other.
-        taken = absorbing(m, min(m, s), d)
-        numbers = max(joined.numbers, taken.numbers) + 24 * (m + s)
-        return Cost(numbers, joined.products, joined.touches + taken.touches + sorted_)
 
 
 def _num_tokens(aux: Tensor, is_live: Tensor) -> Tensor:

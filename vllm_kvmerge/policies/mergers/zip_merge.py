@@ -22,8 +22,6 @@ from vllm_kvmerge.policies.base import (
     Queries,
     ScoreMode,
 )
-from vllm_kvmerge.policies.cost import Cost, CostShape, comparing, gathering, sorting
-from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import inverse, largest, listed, select
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.trackers import EmaDecay
@@ -110,7 +108,6 @@ class ZipMerger(Merger):
     name = "zip"
     source = "KeepKV, arXiv:2504.09936"
     tracker_modes = frozenset(ScoreMode)
-    ignores_dead = True
 
     merge_threshold: float = Field(
         0.8, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
@@ -273,49 +270,3 @@ class ZipMerger(Merger):
         log_votes, positions, merged_scores = ops.put(changed, before, new)
         metadata = {"log_votes": log_votes, "positions": positions, "scores": merged_scores}
         return update.write(changed, keys, values, joins.sum(1), **metadata), groups
-
-    def cost(self, shape: CostShape) -> Cost:
-        n, m, c, d = shape.num_entries, shape.num_leaving, shape.num_kept, shape.head_size
-        scoring = self._scoring_cost(shape)
-        later = comparing(m, c, d) + self._absorb_cost(m, shape)
-        if not (self.merge_first and shape.at_prompt_end):
-            return scoring + later
-        # Half of the entries may go into the other half, and the rest again, while the rows of these are held; then
-        # those of both are put together. A GPU's are as many as there may be, whether they have changed or not.
-        half = n // 2
-        first = comparing(half, n - half, d) + self._absorb_cost(half, shape)
-        held = 2 * (half if self.merge_passes == 1 else n) * d
-        joined = 2 * (m + min(c, half + m)) * d
-        cost = Cost(
-            max(first.numbers, held + max(later.numbers, joined)),
-            first.products + later.products,
-            first.touches + later.touches,
-        )
-        if self.merge_passes > 1:
-            # Each compares up to half of the entries with all, and is composed with those before it.
-            further = comparing(half, n, d) + self._absorb_cost(half, shape)
-            further += Cost(4 * n * d, 0, 2 * sorting(n) + 8 * min(n, m) * d)
-            cost = Cost(max(cost.numbers, further.numbers), cost.products, cost.touches)
-            cost += Cost(0, further.products, further.touches) * (self.merge_passes - 1)
-        return cost + scoring * (self.merge_passes + 1)
-
-    def _scoring_cost(self, shape: CostShape) -> Cost:
-        """Cost of ``_scores``; none where the tracker's statistic is what is needed."""
-        if not self._reads_queries(shape.tracker_mode):
-            return Cost()
-        n, d, group = shape.num_entries, shape.head_size, shape.group_size
-        rows, part = group * min(self.zip_window, n), min(n, PART_ENTRIES)
-        return Cost(
-            numbers=rows * d + part * (d + 4 * rows) + 4 * group * n + 6 * n,
-            products=rows * n * d,
-            touches=gathering(n * d) + 16 * rows * n + 12 * group * n,
-        )
-
-    def _absorb_cost(self, num_sources: int, shape: CostShape) -> Cost:
-        """Cost of ``_absorb`` if all sources join, each another target."""
-        rows = 2 * num_sources * shape.head_size
-        heads = shape.group_size if self.head_fit == "least_squares" else 1
-        return Cost(
-            numbers=2 * rows + 30 * heads * shape.num_entries,
-            touches=3 * gathering(rows) + 6 * rows + 120 * heads * shape.num_entries,
-        )

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops.reference import MAX_PRODUCT_BYTES
-from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries, gathering
+from vllm_kvmerge.policies.base import CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import padded_nonzero, top
 from vllm_kvmerge.policies.pausing import at_once, may_pause
@@ -34,7 +33,6 @@ class Critical(WindowTopK):
     """
 
     name = "criticalkv"
-    ignores_dead = False
     source = "CriticalKV, arXiv:2502.03805"
     needs_output_weights = True
     needs_probabilities = True
@@ -58,16 +56,8 @@ class Critical(WindowTopK):
             weighed = ranking * torch.cat(norms, dim=1)
         return top(weighed, chosen, entries, context.counts)
 
-    def cost(self, shape: CostShape) -> Cost:
-        n, d = shape.num_entries, shape.head_size
-        part, weights = min(n, PART_ENTRIES), shape.hidden_size * d
-        # Of the output projection one query head's part at a time is in float32.
-        return super().cost(shape) + Cost(
-            numbers=10 * n + 2 * part * d + weights + d * d + min(part * shape.hidden_size, MAX_PRODUCT_BYTES // 4),
-            products=n * d * d,
-            projections=n * shape.group_size * weights,
-            touches=20 * n + 2 * gathering(shape.row_numbers) + shape.group_size * weights,
-        )
+    def held(self, shape: HeadShape) -> int:
+        return (shape.hidden_size + shape.head_size) * shape.head_size  # a query head's part of the projection
 
 
 def largest_weighed(ranking: Tensor, chosen: Tensor, entries: Entries, counts: Tensor, weights: Tensor) -> Tensor:
@@ -153,5 +143,5 @@ def norms_in_pieces(values: Tensor, weights: Tensor) -> Tensor:
     size, norms = at_once(values.shape[1], products // 4), []
     for part in values.split(size, dim=1):
         norms.append(ops.projected_norms(part, weights))
-        may_pause(projections=part.shape[1] * products)
+        may_pause()
     return torch.cat(norms, dim=1)

@@ -9,12 +9,9 @@ from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     MAX_TOKENS,
     CompressionContext,
-    Cost,
-    CostShape,
     Entries,
-    gathering,
+    HeadShape,
 )
-from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import sinks
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -100,14 +97,9 @@ class ExpectedAttention(RankedSelector):
         centred = vectors.sub_(means.unsqueeze(2)).mul_(weights.sqrt())
         return means, centred.mT @ centred
 
-    def cost(self, shape: CostShape) -> Cost:
-        n, d, group = shape.num_entries, shape.head_size, shape.group_size
-        part, queries = min(n, PART_ENTRIES) * d, group * shape.num_queries(self.query_window) * d
-        return super().cost(shape) + Cost(
-            numbers=4 * queries + 3 * group * d * d + 2 * part + (3 * group + 8) * n,
-            products=group * (shape.row_numbers * (d + 1) + queries // group * d),
-            touches=2 * gathering(shape.row_numbers) + 4 * group * shape.row_numbers + 16 * queries + 40 * group * n,
-        )
+    def held(self, shape: HeadShape) -> int:
+        queries = 4 * min(self.query_window, shape.num_entries) * shape.head_size
+        return shape.group_size * (queries + 3 * shape.head_size**2 + 3 * shape.num_entries)
 
 
 def log_expectation(keys: Tensor, means: Tensor, covariances: Tensor) -> Tensor:

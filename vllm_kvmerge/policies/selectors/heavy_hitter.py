@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.ops.types import sent
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, top
 from vllm_kvmerge.policies.registry import register
 
@@ -22,7 +22,6 @@ class HeavyHitter(Selector):
     source = "H2O, arXiv:2306.14048"
     needs_scores = True
     takes_shares = True
-    ignores_dead = True
 
     num_sink_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
@@ -56,6 +55,3 @@ class HeavyHitter(Selector):
             return max(1, min(int(self.recent_share * context.budget), room))
         budgets, rooms = context.rows.budgets, context.rows.budgets - context.rows.slots - (self.num_sink_tokens + 1)
         return (self.recent_share * budgets.double()).long().minimum(rooms).clamp_(min=1)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=2 * shape.num_entries, touches=30 * shape.num_entries)

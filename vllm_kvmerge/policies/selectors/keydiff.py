@@ -5,8 +5,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, gathering
-from vllm_kvmerge.policies.entries import PART_ENTRIES
+from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -25,12 +24,6 @@ class KeyDiff(RankedSelector):
         # The sum has the mean's direction.
         anchor = normalize(sum(_directions(entries, part).sum(1, keepdim=True) for part in entries.parts()), dim=-1)
         return -torch.cat([torch.linalg.vecdot(_directions(entries, part), anchor) for part in entries.parts()], dim=1)
-
-    def cost(self, shape: CostShape) -> Cost:
-        part = min(shape.num_entries, PART_ENTRIES) * shape.head_size
-        return super().cost(shape) + Cost(
-            numbers=2 * part + 4 * shape.num_entries, touches=2 * gathering(shape.row_numbers) + 8 * shape.row_numbers
-        )
 
 
 def _directions(entries: Entries, part: Tensor) -> Tensor:

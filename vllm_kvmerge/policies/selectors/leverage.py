@@ -14,10 +14,8 @@ from vllm_kvmerge.policies.base import (
     MAX_QUERIES,
     MAX_TOKENS,
     CompressionContext,
-    Cost,
-    CostShape,
     Entries,
-    gathering,
+    HeadShape,
 )
 from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.pausing import may_pause
@@ -119,26 +117,9 @@ class Leverage(RankedSelector):
             return self.blending
         return (1.0 - context.counts / entries.is_live.sum(1).clamp(min=1)).clamp(min=0.0).unsqueeze(1)
 
-    def cost(self, shape: CostShape) -> Cost:
-        n, d, group = shape.num_entries, shape.head_size, shape.group_size
-        chunk, queries = min(n, self.attention_chunk), group * shape.num_queries(self.query_window)
+    def held(self, shape: HeadShape) -> int:
         # The sketched keys in float32 and, in four copies, in float64.
-        return super().cost(shape) + Cost(
-            numbers=9 * self.sketch_size * (n + self.sketch_size)
-            + 12 * n
-            + 4 * chunk * d
-            + 5 * queries * d
-            + 3 * queries * chunk,
-            products=shape.row_numbers * (queries + self.sketch_size)
-            + 4 * n * self.sketch_size**2
-            + 2 * self.sketch_size**3,
-            touches=2 * gathering(shape.row_numbers)
-            + 6 * shape.row_numbers
-            + 12 * n * self.sketch_size
-            + 6 * queries * n
-            + 8 * queries * d * -(-n // chunk)
-            + 60 * n,
-        )
+        return 9 * self.sketch_size * (shape.num_entries + self.sketch_size)
 
 
 def in_order(entries: Entries, counted: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries
+from vllm_kvmerge.policies.base import CompressionContext, Entries
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
@@ -21,12 +21,8 @@ class RandomKeep(RankedSelector):
     name = "random"
     source = "control"
     needs_scores = False
-    ignores_dead = True
 
     seed: int = Field(0, ge=0, lt=2**32, description="Of the random numbers.")
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return uniform(self.seed, entries, context)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return super().cost(shape) + Cost(numbers=9 * shape.num_entries, touches=60 * shape.num_entries)

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, top
 
 
@@ -32,7 +32,3 @@ class RankedSelector(Selector):
     @abstractmethod
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         """``[H, n]`` floating point: the largest stay; dead entries may have any value."""
-
-    def cost(self, shape: CostShape) -> Cost:
-        """The cost of protecting and selecting; a subclass adds that of its ranking."""
-        return Cost(numbers=2 * shape.num_entries, touches=30 * shape.num_entries)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries, Selector
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import largest
 from vllm_kvmerge.policies.registry import register
 
@@ -15,7 +15,6 @@ class Recent(Selector):
     source = "sliding-window attention; KeepKV table 2"
     needs_scores = False
     takes_shares = True
-    ignores_dead = True
 
     @property
     def min_budget(self) -> int:
@@ -23,6 +22,3 @@ class Recent(Selector):
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return largest(entries.positions, context.counts)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=shape.num_entries, touches=12 * shape.num_entries)

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge.ops import Fusion, Softmax
-from vllm_kvmerge.policies.base import MAX_QUERIES, CompressionContext, Cost, CostShape, Entries, gathering
+from vllm_kvmerge.policies.base import MAX_QUERIES, CompressionContext, Entries
 from vllm_kvmerge.policies.context import Queries
 from vllm_kvmerge.policies.indexing import newest
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
@@ -36,7 +36,6 @@ class RecentQueries(RankedSelector):
     name = "morphkv"
     source = "MorphKV, arXiv:2503.00979"
     needs_scores = False
-    ignores_dead = True
 
     recent_window: int = Field(
         32, ge=1, le=MAX_QUERIES, description="Newest entries, always kept, whose queries rank the others."
@@ -91,16 +90,3 @@ class RecentQueries(RankedSelector):
             heads = vectors.flatten(1, 2).unsqueeze(1)
             fused += entries.fused_attention(heads, positions.repeat(1, num_groups), scale, "max", softmax)
         return fused
-
-    def cost(self, shape: CostShape) -> Cost:
-        n, queries = shape.num_entries, min(self.query_window, shape.num_entries)
-        rows = shape.group_size * queries
-        pooling = 0 if self.kernel_size == 1 else 8 * n
-        passes = queries if (self.group_fusion, self.fusion) == ("max", "sum") else 1
-        hidden = 4 * n if self.softmax_over == "distant" else 0
-        heads = 0 if self.group_fusion == "sum" else 2 * n + rows * shape.head_size
-        return super().cost(shape) + Cost(
-            numbers=2 * n + pooling + hidden + heads,  # keys are multiplied where they lie
-            products=rows * shape.row_numbers,
-            touches=6 * rows * n + passes * gathering(shape.row_numbers) + 8 * pooling + 15 * hidden,
-        )

@@ -6,9 +6,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from vllm_kvmerge.ops import newest_repeats
-from vllm_kvmerge.ops.similarity import MAX_SIMILARITY_BYTES
-from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
-from vllm_kvmerge.policies.cost import Cost, CostShape, gathering, sorting
+from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.pausing import at_once, may_pause
 from vllm_kvmerge.policies.registry import register
@@ -70,7 +68,7 @@ class RedundancyAware(RankedSelector):
         total = -torch.linalg.vector_norm(keys, dim=-1).square_()
         for row, head in zip(total, keys, strict=True):  # whose numbers do not depend on how many others there are
             row += head @ head.sum(0)
-            may_pause(products=head.numel(), touches=2 * head.numel())
+            may_pause()
         found = torch.full((num_rows, n), -1, device=keys.device)
         excused = torch.empty_like(total)
         cores = torch.get_num_threads()  # of which each takes whole heads
@@ -83,17 +81,9 @@ class RedundancyAware(RankedSelector):
                 excused[part, start:stop] = newest_repeats(
                     keys[part], self.redundancy_threshold, found[part], start, stop
                 )
-                num_pairs = stop * (stop - 1) // 2 - start * (start - 1) // 2
-                may_pause(comparisons=many * num_pairs * d)
+                may_pause()
                 stop = start
         return total.scatter_add_(1, found.clamp_(min=0), -excused)
 
-    def cost(self, shape: CostShape) -> Cost:
-        n = shape.num_entries
-        part = min(n * n, max(n, MAX_SIMILARITY_BYTES // 4))
-        return super().cost(shape) + Cost(
-            numbers=shape.row_numbers * 5 // 4 + 14 * n + 5 * part // 2,
-            products=shape.row_numbers,
-            touches=gathering(shape.row_numbers) + 8 * shape.row_numbers + sorting(n),
-            comparisons=n * shape.row_numbers // 2,
-        )
+    def held(self, shape: HeadShape) -> int:
+        return shape.num_entries * shape.head_size * 5 // 4

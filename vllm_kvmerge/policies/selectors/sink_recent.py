@@ -4,7 +4,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import largest, sinks
 from vllm_kvmerge.policies.registry import register
 
@@ -17,7 +17,6 @@ class SinkRecent(Selector):
     source = "StreamingLLM, arXiv:2309.17453"
     needs_scores = False
     takes_shares = True
-    ignores_dead = True
 
     num_sink_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
@@ -33,6 +32,3 @@ class SinkRecent(Selector):
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         ranking = entries.positions.masked_fill(protected, torch.iinfo(torch.int64).max)
         return largest(ranking, context.counts)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return Cost(numbers=4 * shape.num_entries, touches=16 * shape.num_entries)

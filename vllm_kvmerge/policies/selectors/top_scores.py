@@ -14,7 +14,6 @@ class TopScores(RankedSelector):
     name = "top_scores"
     source = "KVzip, arXiv:2505.23416"
     needs_scores = True
-    ignores_dead = True
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return importance

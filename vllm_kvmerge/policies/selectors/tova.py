@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import CompressionContext, Cost, CostShape, Entries
+from vllm_kvmerge.policies.base import CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
@@ -25,6 +25,3 @@ class Tova(RankedSelector):
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         pooled = context.heads.of_all_workers(importance.masked_fill(~entries.is_live, 0.0)).mean(dim=1, keepdim=True)
         return pooled.expand_as(context.heads.by_sequence_layer(importance)).flatten(0, 1)
-
-    def cost(self, shape: CostShape) -> Cost:
-        return super().cost(shape) + Cost(numbers=2 * shape.num_entries, touches=8 * shape.num_entries)

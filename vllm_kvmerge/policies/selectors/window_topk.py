@@ -3,7 +3,7 @@
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Cost, CostShape, Entries, Selector, sorting
+from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, top
 from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
 from vllm_kvmerge.policies.registry import register
@@ -20,7 +20,6 @@ class WindowTopK(Selector):
     source = "SnapKV, arXiv:2404.14469"
     needs_scores = True
     takes_shares = True
-    ignores_dead = True
 
     window_size: int = Field(32, ge=1, le=MAX_TOKENS, description="Newest entries, always kept.")
     kernel_size: KernelSize = Field(
@@ -37,7 +36,3 @@ class WindowTopK(Selector):
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         ranking = max_pooled(importance, protected, entries, self.kernel_size)
         return top(ranking, protected, entries, context.counts)
-
-    def cost(self, shape: CostShape) -> Cost:
-        n = shape.num_entries
-        return Cost(numbers=5 * n, touches=sorting(n) // 4 + 60 * n)
