@@ -1,13 +1,14 @@
 """The papers' claims on a real language model, for docs/quality.md: ``python benchmarks/papers_scores.py [RUN]``.
 
-RUN: folder of a run of configs/eval/papers.yaml, whose samples are added to benchmarks/results/papers_scores.json.
+RUN: folder of a run of the configuration (configs/eval/papers.yaml unless told), whose samples are added to
+benchmarks/results, to the file with its name.
 Prints each policy's share of the full cache's score over the RULER tasks, and its loss; then the differences of the
 pairs that the configuration compares, over all prompts of these tasks together, and of loss, each as one family after
 Holm.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from vllm_kvmerge.evaluation.config import read_config
 from vllm_kvmerge.evaluation.summary import print_table
 
 ROOT = Path(__file__).parents[1]
-SCORES, CONFIG = ROOT / "benchmarks/results/papers_scores.json", ROOT / "configs/eval/papers.yaml"
 RESAMPLES = 20_000
 
 Scores = dict[str, dict[str, list[float]]]
@@ -32,12 +32,12 @@ def add(run: Path, scores: Scores) -> None:
             known.append(round(row["score"], 4))
 
 
-def write(scores: Scores) -> None:
+def write(path: Path, scores: Scores) -> None:
     tasks = []
     for task, policies in scores.items():
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in policies.items())
         tasks.append(f" {json.dumps(task)}: {{\n{rows}\n }}")
-    SCORES.write_text("{\n" + ",\n".join(tasks) + "\n}\n")
+    path.write_text("{\n" + ",\n".join(tasks) + "\n}\n")
 
 
 def pairs(title: str, scores: list[dict[str, list[float]]], compare: list[tuple[str, str]]) -> None:
@@ -60,10 +60,15 @@ def pairs(title: str, scores: list[dict[str, list[float]]], compare: list[tuple[
 
 
 def main() -> None:
-    scores: Scores = json.loads(SCORES.read_text())
-    if len(sys.argv) > 1:
-        add(Path(sys.argv[1]), scores)
-        write(scores)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/eval/papers.yaml")
+    arguments = parser.parse_args()
+    path = ROOT / f"benchmarks/results/{arguments.config.stem}_scores.json"
+    scores: Scores = json.loads(path.read_text()) if path.exists() else {}
+    if arguments.run is not None:
+        add(arguments.run, scores)
+        write(path, scores)
     recall = [policies for task, policies in scores.items() if task.startswith("ruler")]
     (loss,) = (policies for task, policies in scores.items() if task.startswith("perplexity"))
     full = sum(np.mean(task["full"]) for task in recall)
@@ -75,7 +80,7 @@ def main() -> None:
         for name in recall[0]
     }
     print_table("Share of the full cache's score, and loss", ["share", "loss"], rows)
-    compare = [(one, other) for one, other in read_config(CONFIG, {}).compare]
+    compare = [(one, other) for one, other in read_config(arguments.config, {}).compare]
     pairs("Right answers, all RULER tasks together", recall, compare)
     pairs("Loss (less is better)", [loss], compare)
 
