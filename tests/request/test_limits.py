@@ -1,11 +1,13 @@
 """What requests are held to: refused where they would take too much memory, and told what would do."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.policies.base import HeadShape
+from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.request.limits import Limits, ModelShape, most_entries, most_positions
 from vllm_kvmerge.request.parameters import CompressionConfig, CompressionError, parse_compression
 
@@ -213,6 +215,20 @@ def test_work_on_one_head_that_cannot_be_divided_is_limited() -> None:
     assert "MiB, more than 8 MiB; allowed: smaller windows" in message and "--max-compaction-bytes" in message
     LIMITS.check(config("grkv", regression_window=500), 4000, 100)
     small.check(config("local"), 4000, 100)
+
+
+def test_another_packages_part_is_named_and_not_asked() -> None:
+    class Foreign(DropMerger):
+        name: ClassVar[str] = "foreign"
+
+        def held(self, shape: HeadShape) -> int:
+            raise ZeroDivisionError
+
+    asked = config("snapkv")
+    asked = asked.model_copy(update={"policy": asked.policy.model_copy(update={"merger": Foreign()})})
+    message = refusal(replace(LIMITS, max_bytes=1 << 20), asked, 4000)
+    assert "most of it merger:foreign," in message and "more than 1 MiB" in message
+    LIMITS.check(asked, 4000, 100)
 
 
 def test_queries_that_are_kept_count() -> None:

@@ -29,6 +29,11 @@ HELD_OF_ENTRY = 32
 """4-byte numbers that are held for each entry, whatever the parts do: metadata, rankings, indices."""
 
 
+def held_by(part: Part, shape: HeadShape) -> int:
+    """``Part.held``; of another package's parts, which are not asked, two copies of all keys and values."""
+    return 4 * shape.num_entries * shape.head_size if is_foreign(part) else part.held(shape)
+
+
 class CompressionPolicy(BaseModel):
     """Four parts that work together. Raises ValueError (pydantic's) for parts that do not fit.
 
@@ -170,8 +175,7 @@ class CompressionPolicy(BaseModel):
 
     def held(self, shape: HeadShape) -> int:
         """4-byte numbers that a compression holds at once for one KV head of one layer, about."""
-        foreign = 4 * shape.num_entries * shape.head_size
-        held = sum(foreign if is_foreign(part) else part.held(shape) for part in self.parts)
+        held = sum(held_by(part, shape) for part in self.parts)
         queries = min(self.query_window, shape.num_entries) * shape.group_size * shape.head_size
         # Metadata of entries and places, and the queries in float32.
         return held + HELD_OF_ENTRY * shape.num_entries + 2 * queries

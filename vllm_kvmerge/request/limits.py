@@ -7,6 +7,7 @@ from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import HeadShape, Tracker
+from vllm_kvmerge.policies.composition import held_by
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig, CompressionError
 
@@ -415,19 +416,16 @@ class Limits:
         if rings <= self.max_bytes:
             num_entries = most_entries(config, num_prompt_tokens, max_tokens, self.block_size)
             budget = config.resolve_budget(config.resolve_context(num_prompt_tokens))
-            shape = self.head_shape(num_entries, min(budget, num_entries))
+            sizes = self.shape.head_size, self.shape.group_size, self.shape.hidden_size
+            shape = HeadShape(num_entries, min(budget, num_entries), *sizes)
             num_bytes = 4 * config.policy.held(shape)
-            largest = max(config.policy.parts, key=lambda part: part.held(shape))
+            largest = max(config.policy.parts, key=lambda part: held_by(part, shape))
             what = f"compressing {num_entries} entries of one KV head, most of it {label(largest)},"
             smaller = "smaller windows of queries, shorter prompts, another budget or policy"
         if num_bytes > self.max_bytes:
             message = f"{what} would take {_mebibytes(num_bytes)}, more than {_mebibytes(self.max_bytes)}"
             allowed = f"{smaller}, or more by the server's option --max-compaction-bytes"
             raise CompressionError(EXTRA_ARGS_KEY, f"{message}; allowed: {allowed}", "too_expensive")
-
-    def head_shape(self, num_entries: int, num_kept: int) -> HeadShape:
-        """Of one KV head that keeps ``num_kept`` of its entries."""
-        return HeadShape(num_entries, num_kept, self.shape.head_size, self.shape.group_size, self.shape.hidden_size)
 
     @property
     def num_heads(self) -> int:
