@@ -314,6 +314,7 @@ class CompressionSchedulerMixin(Scheduler):
             self._contexts.end(request, front, self._compressions.get(request.request_id))
         self._sharing.end(request, is_whole=not was_spread)
         self._compressions.pop(request.request_id, None)
+        self._due = [one for one in self._due if one != request.request_id]
         self._next_at.pop(request.request_id, None)
         self._manager.most_tokens.pop(request.request_id, None)
         self._reported.pop(request.request_id, None)
