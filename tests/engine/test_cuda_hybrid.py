@@ -70,7 +70,7 @@ class Case:
 
 
 CASES = {
-    "gemma3": Case(write_gemma, SOME + OTHERS),
+    "gemma3": Case(write_gemma, SOME + OTHERS, num_blocks=28),
     "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26, has_flash=False),
     "gemma3n": Case(write_gemma3n, num_blocks=26),
     "llama4": Case(write_llama4, num_blocks=20, options={"max_model_len": 192}),
@@ -87,7 +87,7 @@ CASES = {
         block_bytes=2 * 2 * 64 * (2 * 256 * 2 + 16),
         options={"dtype": "bfloat16"},  # vLLM's CPU build has linear attention in no other
         has_states=True,
-        tolerance=Tolerance(most=0.25, mean=0.12),
+        tolerance=Tolerance(most=0.35, mean=0.2),
     ),
 }
 
@@ -146,7 +146,7 @@ def test_tokens_of_the_cpu_runner(served, is_v2):
     assert len({token for tokens in result["tokens"] for token in tokens}) > 30  # what they read decides
     assert result["graphs"]["captured"] == len(SIZES) and result["graphs"]["replayed"] > 2
     assert result["preempted"] > 0 and result["paged_rows"] > 10
-    assert (result["adopted"] > 1) != case.has_states
+    assert (result["adopted"] > 0) != case.has_states
     assert (result["cached"] > 0) == case.options.get("enable_prefix_caching", True)
     assert (result["flash"] > 20) == (is_v2 and case.has_flash)
     assert (result["is_v2"], result["states"]) == (is_v2, [])

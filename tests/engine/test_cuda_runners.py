@@ -61,7 +61,7 @@ def jobs() -> list:
         prompt = [*shared[: min(length // 2, 96)], *random_prompt(rng, length)[length // 2 :]]
         found.append((prompt, extra, 24 if index % 2 else 9))
     # It is compressed at the end of its prompt and gone with the next step, in which another takes its row.
-    found.insert(3, (random_prompt(rng, 90), compression("keepkv", budget=32), 1))
+    found.insert(3, (random_prompt(rng, 90), compression("keepkv", budget=40), 1))
     # Steps that look like decoding, of which Python has to see the queries: of the second of two that are compressed
     # while they generate, and the last chunk of a prompt.
     for _ in range(2):

@@ -274,7 +274,7 @@ def check_prefix_cache(engine: Engine, policy: str, num_tokens: int, num_cached:
         assert engine.llm.reset_prefix_cache()
         answer = engine.tokens([prompt], greedy(policy, number, budget=100, interval=8))[0]
         known.append(len(engine.pool.cached_block_hash_to_block))
-    assert known[0] == known[1] > 430 // engine.scheduler._manager.block_size
+    assert known[0] == known[1] >= 430 // engine.scheduler._manager.block_size
     for longer in (prompt, [*prompt, *answer]):
         warm = engine.generate([longer], greedy())[0]
         assert warm.num_cached_tokens == num_cached

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.conftest import Engine, preempt_all, run
-from tests.engine.test_speculative import SPECULATION, with_drafts
+from tests.engine.test_speculative import SPECULATION, forget_numba, with_drafts
 from tests.engine.test_vllm_features import arguments, compressed, random_text, write_byte_tokenizer
 from tests.random_model import write_llama
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
@@ -38,6 +38,7 @@ def running(folder: Path, config: dict[str, Any] | None = None, **others: Any) -
     from vllm import LLM
 
     own = {"additional_config": {"kvmerge": config}} if config else {}
+    forget_numba()  # which another file may have imported for its drafts
     llm = LLM(**kvmerge_engine_args(**arguments(folder) | own | others))
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()

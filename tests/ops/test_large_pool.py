@@ -61,6 +61,8 @@ def test_blocks_at_both_ends_of_a_large_pool(operators, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_compaction_from_both_ends_of_a_large_pool(operators, dtype):
+    if not hasattr(operators, "move_entries"):
+        pytest.skip("CUDA C++ leaves entries to Triton")
     maker = LargeMaker(dtype)
     sequence, blocks = maker.sequence(37, 200, 231), maker.sequence(0, 0, 40).blocks
     seq_layers = SequenceLayers.of(maker.pages, sequence.blocks, 37, 200, 231)

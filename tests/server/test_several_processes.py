@@ -19,6 +19,7 @@ import pytest
 from tests.documented import ROOT, blocks, commands
 from tests.server.conftest import ONE_PROCESS_PER_ENGINE, Server, serving, wait_until
 from tests.server.test_readme import run_here
+from vllm_kvmerge.request.recommended import with_policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -117,10 +118,11 @@ def test_the_documented_requests(servers):
     """Those of the page, with the second engine named."""
     (script,) = (text for text in blocks(PAGE, "sh") if "curl" in text)
     _, ask, count = commands(script)
-    before = servers.metric("vllm:kvmerge_requests_total", policy="keepkv", engine="1")
+    known = with_policy({"budget": 512})["policy"]
+    before = servers.metric("vllm:kvmerge_requests_total", policy=known, engine="1")
     answer, counts = run_here(servers, [ask + "\n", count + "\n"])
-    assert json.loads(answer)["usage"]["kv_compression"]["policy"] == "keepkv"
-    found = re.search(r'engine="1".*policy="keepkv".*\} (\S+)|policy="keepkv".*engine="1".*\} (\S+)', counts)
+    assert json.loads(answer)["usage"]["kv_compression"]["policy"] == known
+    found = re.search(rf'engine="1".*policy="{known}".*\}} (\S+)|policy="{known}".*engine="1".*\}} (\S+)', counts)
     assert found and float(found[1] or found[2]) == before + 1
 
 
