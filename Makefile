@@ -8,6 +8,7 @@
 #               for the one that vLLM takes here, and so make test
 # make machine  random schedules on the scheduler and its blocks, without a model: OPERATIONS of them; minutes
 # make stress  REQUESTS of every policy in an engine whose freed blocks are NaN, each compared with its answer alone
+# make mutants  faults planted in the product, of tests/mutants/*.yaml, each of which a test must find; hours, in pieces
 # make reliability  the test of the defect in row CASE of docs/reliability.md
 # make fuzz    Schemathesis over the OpenAPI document of a real server: CASES requests; minutes
 # make test-gpu-code  more of the code for GPUs, compiled for more of them or interpreted, without one; half an hour
@@ -79,7 +80,7 @@ export CHECK_OWNER
 OWN = $(BIN)/python -P -c "$$CHECK_OWNER" "$(CURDIR)" \
 	|| $(call fail,$(VENV) has the package of another checkout; name another environment: make setup VENV=DIR)
 
-.PHONY: setup serve test test-all $(FOLDERS:%=test-%) test-deaths test-soak test-levels test-gpu-code test-benchmarks machine stress reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz
+.PHONY: setup serve test test-all $(FOLDERS:%=test-%) test-deaths test-soak test-levels test-gpu-code test-benchmarks machine stress mutants reliability demo-model cuda sanitize races sanitize-cuda lint image-steps browser docs dist try-wheel sbom lock fuzz
 setup: $(STAMP)
 
 # torch is installed on its own first: 2.13.0+cpu, wherever pip is told to find it, sorts above the CUDA build on PyPI.
@@ -165,6 +166,9 @@ machine: setup
 stress: setup
 	$(PYTEST) tests/engine/test_poison.py -s \
 		-k no_request_reads --requests $(REQUESTS) $(ARGS)
+
+mutants: setup
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 reliability: setup
 	@test -n "$(CASE)" || { echo "make reliability: name a row of docs/reliability.md: CASE=1" >&2; exit 1; }

@@ -1,0 +1,237 @@
+"""Runs the mutants: for each, the tests that reach its symbol, until one fails.
+
+    python -m tests.mutants [WORD...]            those whose fault, symbol or file has a WORD; default: all
+    python -m tests.mutants --table              what has come out, as the tables of docs/reliability.md
+
+Which tests reach a symbol is measured first, by one run of the fast layer. Everything is done in copies of the checkout
+below build/mutants. Run it again to go on after an interruption; ``--again`` runs those that have survived once more.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from hashlib import sha1
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutants.plugin import CHOSEN, LAST
+from tests.mutants.reach import FOLDER, instrumented, noted
+from tests.mutants.table import ROOT, Mutant, mutants
+
+BUILD = ROOT / "build" / "mutants"
+QUICK_SECONDS = 30.0
+"""Of tests that run in a first process: most mutants are found by one of them, before others have imported vLLM."""
+LIMIT_SECONDS = 1800.0
+"""Of a process of tests. One that takes longer has found that the product hangs."""
+NATIVE = "vllm_kvmerge/ops/_native.so"
+
+
+def copy(name: str) -> Path:
+    """A copy of the checkout, as it is now."""
+    folder = BUILD / name
+    shutil.rmtree(folder, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True
+    )
+    for path in [*filter(None, listed.stdout.decode().split("\0")), NATIVE]:
+        if (ROOT / path).exists():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, folder / path)
+    # What asks git about the checkout is answered about the copy.
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "copy"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",  # sources change within a second
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **more,
+    }
+
+
+def measure_reach(jobs: int) -> dict[str, dict[str, float]]:
+    """By symbol, the tests of the fast layer that reach it, and how many seconds each takes."""
+    folder, notes = copy("reach"), BUILD / "notes"
+    shutil.rmtree(notes, ignore_errors=True)
+    notes.mkdir()
+    symbols: dict[Path, set[str]] = {}
+    for mutant in mutants():
+        if not mutant.tests and not mutant.is_native:
+            symbols.setdefault(mutant.path, set()).add(mutant.symbol)
+    for path, some in symbols.items():
+        (folder / path).write_text(instrumented((folder / path).read_text(), sorted(some)))
+    words = f"-n {jobs} --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 -p tests.mutants.plugin"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *words.split()], cwd=folder, env=environment(folder, **{FOLDER: str(notes)})
+    )
+    seconds = json.loads((notes / "seconds.json").read_text())
+    return {
+        symbol: {test: round(seconds[test], 2) for test in tests if test in seconds}
+        for symbol, tests in sorted(noted(notes).items())
+    }
+
+
+def run(mutant: Mutant, folder: Path, tests: dict[str, float]) -> dict:
+    """Plants a mutant in a copy and runs tests until one fails."""
+    path, start = folder / mutant.path, time.monotonic()
+    source = path.read_text()
+    path.write_text(mutant.plant(source))
+    try:
+        if mutant.is_native:
+            build(folder)
+        found = next(filter(None, (first_failure(folder, some) for some in stages(tests))), None)
+    finally:
+        path.write_text(source)
+        if mutant.is_native:
+            shutil.copy2(ROOT / NATIVE, folder / NATIVE)
+    return {"found_by": found, "seconds": round(time.monotonic() - start), "tests": len(tests)}
+
+
+def build(folder: Path) -> None:
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=folder, check=True, capture_output=True
+    )
+
+
+def stages(tests: dict[str, float]) -> Iterable[list[str]]:
+    """Tests in the order of their time: first those of ``QUICK_SECONDS``, then the others."""
+    ordered = sorted(tests, key=lambda test: tests[test])
+    quick, total = 0, 0.0
+    while quick < len(ordered) and (total := total + tests[ordered[quick]]) < QUICK_SECONDS:
+        quick += 1
+    return filter(None, [ordered[:quick], ordered[quick:]])
+
+
+def first_failure(folder: Path, tests: list[str]) -> str | None:
+    """The test that fails first; None: none does."""
+    chosen, last, log = (folder.with_name(f"{folder.name}.{end}") for end in ("tests", "last", "log"))
+    chosen.write_text(json.dumps(tests))
+    last.write_text("collection")
+    files = sorted({test.partition("::")[0] for test in tests})
+    variables = {CHOSEN: str(chosen), LAST: str(last)}
+    if any("interpreted" in file for file in files):
+        variables["TRITON_INTERPRET"] = "1"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "tests.mutants.plugin",
+                "-p",
+                "no:cacheprovider",
+                *files,
+            ],
+            cwd=folder,
+            env=environment(folder, **variables),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            status = -1
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status == 5:
+        raise RuntimeError(f"none of {tests} ran: {log}")
+    return last.read_text() if status else None
+
+
+def key(mutant: Mutant) -> str:
+    return sha1(json.dumps(asdict(mutant)).encode()).hexdigest()[:12]
+
+
+def results() -> dict[str, dict]:
+    path = BUILD / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {one["key"]: one for one in map(json.loads, lines)}
+
+
+def table() -> str:
+    """Of all mutants, as Markdown."""
+    done, lines, group = results(), [], ""
+    for mutant in mutants():
+        if mutant.group != group:
+            group = mutant.group
+            lines += ["", f"**{group}**", "", "| fault | in | found by |", "|---|---|---|"]
+        one = done.get(key(mutant))
+        found = "not run" if one is None else f"`{one['found_by']}`" if one["found_by"] else "**nothing**"
+        lines.append(
+            f"| {mutant.fault} | `{mutant.symbol.removeprefix('vllm_kvmerge.')}` | {found.replace('|', ' ')} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    if args.table:
+        print(table())
+        return
+    BUILD.mkdir(parents=True, exist_ok=True)
+    path = BUILD / "reach.json"
+    reach = json.loads(path.read_text()) if path.exists() else {}
+    if missing := {one.symbol for one in mutants() if not one.tests} - reach.keys():
+        print(f"measuring which tests reach {len(missing)} symbols", flush=True)
+        reach = dict.fromkeys(sorted(missing), {}) | measure_reach(args.jobs + 1)
+        path.write_text(json.dumps(reach, indent=1))
+    known = {test: seconds for tests in reach.values() for test, seconds in tests.items()}
+    done = results()
+    waiting = [
+        mutant
+        for mutant in mutants()
+        if not args.words or any(word in f"{mutant.fault} {mutant.symbol} {mutant.group}" for word in args.words)
+        if key(mutant) not in done or (args.again and not done[key(mutant)]["found_by"])
+    ]
+    copies: SimpleQueue[Path] = SimpleQueue()
+    for number in range(args.jobs):
+        copies.put(copy(f"copy-{number}"))
+    lock = threading.Lock()
+
+    def work(mutant: Mutant) -> None:
+        folder = copies.get()
+        try:
+            tests = {test: known.get(test, 1.0) for test in mutant.tests} or reach[mutant.symbol]
+            one = {"key": key(mutant), "fault": mutant.fault} | (
+                run(mutant, folder, tests) if tests else {"found_by": None, "seconds": 0, "tests": 0}
+            )
+        finally:
+            copies.put(folder)
+        with lock, (BUILD / "results.jsonl").open("a") as file:
+            file.write(json.dumps(one) + "\n")
+            print(f"{one['seconds']:5} s  {mutant.fault}: {one['found_by'] or 'NOTHING FINDS IT'}", flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(work, waiting))
+    survivors = [mutant.fault for mutant in mutants() if not results().get(key(mutant), {}).get("found_by")]
+    print(f"{len(mutants()) - len(survivors)} of {len(mutants())} mutants are found")
+    sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
