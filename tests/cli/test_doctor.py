@@ -70,6 +70,12 @@ def test_a_server_that_would_run_out_of_memory(capsys, tmp_path, monkeypatch):
     assert found["server"]["fault"].endswith("are free: give a smaller --kv-cache-memory-bytes")
     status, found = report(capsys, str(tmp_path), "--gpu-memory-utilization", "1.0")
     assert status == 1 and found["server"]["fault"].startswith("--gpu-memory-utilization 1.0: ")
+    # Workers of one machine have a pool each.
+    monkeypatch.setattr(memory, "_free", lambda: [(3 << 30, 8 << 30)])
+    for num_workers, is_fine in ((1, True), (2, False)):
+        options = ["--tensor-parallel-size", str(num_workers), "--kv-cache-memory-bytes", "2G"]
+        status, found = report(capsys, str(tmp_path), *options)
+        assert (status == 0) == is_fine and ("the KV cache 4.0 GiB" in str(found["problems"])) != is_fine
     save_file({"weight": torch.zeros(1 << 24)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     monkeypatch.setattr(memory, "_free", lambda: [(32 << 20, 1 << 30)])
     status, found = report(capsys, str(tmp_path))

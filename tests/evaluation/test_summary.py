@@ -10,6 +10,8 @@ from tests.evaluation.runs import small_config
 from vllm_kvmerge.evaluation.results import Failure, Result
 from vllm_kvmerge.evaluation.runner import Run, cells_of
 from vllm_kvmerge.evaluation.summary import (
+    CellSummary,
+    TaskSummary,
     bootstrap_interval,
     details_table,
     incomplete_cells,
@@ -118,3 +120,15 @@ def test_sizes() -> None:
     assert [size(value) for value in (None, 12, 2048, 1.5 * 2**20, 3 * 2**30)] == [
         "not measured", "12 B", "2 KiB", "1.5 MiB", "3 GiB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("higher_is_better", "best"), [(True, 3.0), (False, 2.0)])
+def test_the_best_score_of_a_budget(higher_is_better: bool, best: float) -> None:
+    """``full`` and other budgets do not count."""
+    scores = [("full", None, 1.0), ("h2o", 0.5, 2.0), ("snapkv", 0.5, 3.0), ("h2o", 0.25, 4.0)]
+    measured = {"mean_entries": None, "mean_bytes": None, "peak_bytes": None, "change": None}
+    cells = [
+        CellSummary("", policy, budget, 1, 1, 0, score, score, score, prompt_tokens=9, seconds=1, **measured)
+        for policy, budget, score in scores
+    ]
+    assert TaskSummary("", "", higher_is_better, "", cells).best(0.5) == best

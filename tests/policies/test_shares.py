@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.policies.sampling import newest_queries, random_entries, rope
 from vllm_kvmerge.policies import SELECTORS, CompressionContext
+from vllm_kvmerge.policies.shares import fitted_budgets
 from vllm_kvmerge.policies.shares import paged_shares as paged_shares_of_groups
 from vllm_kvmerge.request.parameters import parse_compression
 
@@ -84,3 +85,18 @@ def test_heads_with_different_shares_together_are_as_each_alone(selector, monkey
         for plane, expected in zip(vars(together.update).values(), vars(alone.update).values(), strict=True):
             assert (plane is None and expected is None) or torch.equal(plane, expected)
         assert torch.equal(together.evicted, alone.evicted)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [({"threshold": 0.1, "max": 0.5}, [100, 100, 10, 10]), (50, [64, 64, 10, 10])],
+    ids=["of all layers", "of each layer"],
+)
+def test_who_shares_pages(budget, expected):
+    """Four blocks of two layers with two heads, of 16 entries each: a threshold's heads share them all."""
+    policy = parse_compression(
+        {"policy": "snapkv", "budget": budget, "allocator": "adaptive"}
+        if budget == 50
+        else {"policy": "snapkv", "budget": budget}
+    ).policy
+    assert fitted_budgets(policy.allocator, [100, 100, 10, 10], 2, 4, 16, 1, 200) == expected

@@ -322,6 +322,8 @@ def test_a_share_is_rounded_up_and_raised_to_what_the_policy_protects():
     config = parse_compression({"policy": "h2o", "budget": 0.2})
     assert [config.resolve_budget(n) for n in (1000, 1001, 10, 1)] == [200, 201, 6, 6]
     assert parse_compression({"policy": "h2o", "budget": 77}).resolve_budget(5) == 77
+    # 0.07 * 100 is a little more than 7 in floats.
+    assert parse_compression({"policy": "local", "budget": 0.07}).resolve_budget(100) == 7
     assert parse_compression({"policy": "local", "budget": 1.0}).resolve_budget(9) == 9
     assert parse_compression({"policy": "local", "budget": 1}).resolve_budget(9) == 1
 

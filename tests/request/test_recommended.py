@@ -6,6 +6,7 @@ import jsonschema
 import pytest
 
 from tests.request.test_limits import LIMITS
+from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.parameters import CompressionError, compression, field_schema, parse_compression
 from vllm_kvmerge.request.recommended import recommendations
 
@@ -25,6 +26,16 @@ def test_a_chat_gets_what_later_turns_need_and_reads_nothing_twice():
         and parse_compression({"budget": 512, "reuse": "turns"}).policy
         == parse_compression(best.parameters | {"budget": 512}).policy
     )
+
+
+def test_what_a_request_asks_for_comes_before_what_its_case_gets():
+    asked = {"budget": 0.25, "context_tokens": 100, "allocator": "uniform"}
+    assert [parse_compression(asked | more).decode for more in ({}, {"decode": "bounded"})] == ["grow", "bounded"]
+
+
+@pytest.mark.parametrize("case", ["known", "later"])
+def test_the_list_of_policies_says_what_is_recommended(case):
+    assert describe_policies()["recommended"][case] == recommendations().best(case).parameters["policy"]
 
 
 @pytest.mark.parametrize(("case", "even", "asked"), CASES)

@@ -152,3 +152,11 @@ def test_the_files_are_part_of_the_package():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"vllm_kvmerge.server" = ["ui/*"]' in text
     assert all(path.suffix in page.CONTENT_TYPES for path in page.FOLDER.iterdir())
+
+
+def test_a_file_that_has_changed_has_another_tag(tmp_path: Path) -> None:
+    tags = []
+    for text in ("one", "two", "one"):
+        (tmp_path / "style.css").write_text(text)
+        tags.append(page.PageFile(tmp_path / "style.css").etag)
+    assert tags[0] == tags[2] != tags[1]
