@@ -168,15 +168,14 @@ def test_a_session_changes_nothing(bpe):
 
 def test_reasoning_is_told_apart(bpe):
     """A model that never stops to think: all of its answer is reasoning, the same as without a parser."""
+    thinking = {"kv_compression": LOCAL, "logit_bias": {"3": -100}}  # of </think>, which a random model may choose
     folder = bpe.process.args[bpe.process.args.index("serve") + 1]
     options = "--served-model-name", "demo", "--reasoning-parser", "deepseek_r1"
     with serving(*options, command=("-m", "vllm_kvmerge.cli", "serve", folder)) as server:
-        thought = chat(server, kv_compression=LOCAL)["message"]
+        thought = chat(server, **thinking)["message"]
         streamed = {"model": "demo", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 100}
-        events = server.post(
-            "/v1/chat/completions", streamed | {"temperature": 0, "stream": True, "kv_compression": LOCAL}
-        )
-    said = chat(bpe, kv_compression=LOCAL)["message"]
+        events = server.post("/v1/chat/completions", streamed | thinking | {"temperature": 0, "stream": True})
+    said = chat(bpe, **thinking)["message"]
     assert said["content"] and not thought["content"] and thought["reasoning"] == said["content"]
     lines = [line.removeprefix("data: ") for line in events.text.splitlines() if line.startswith("data: {")]
     deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
