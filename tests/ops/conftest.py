@@ -189,6 +189,8 @@ def complete(module: ModuleType) -> SimpleNamespace:
 
 
 def pytest_generate_tests(metafunc):
+    if any(mark.args[0] == "operators" for mark in metafunc.definition.iter_markers("parametrize")):
+        return
     if "operators" in metafunc.fixturenames:
         own = getattr(metafunc.module, "OPERATORS", None)
         if own is not None:
