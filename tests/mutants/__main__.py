@@ -1,6 +1,7 @@
 """Runs the mutants: for each, the tests that reach its symbol, until one fails.
 
     python -m tests.mutants [WORD...]            those whose fault, symbol or file has a WORD; default: all
+    python -m tests.mutants --reach PATH...      measures again which symbols the tests of PATH reach
     python -m tests.mutants --table              what has come out, as the tables of docs/reliability.md
 
 Which tests reach a symbol is measured first, by one run of the fast layer. Everything is done in copies of the checkout
@@ -63,8 +64,11 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     }
 
 
-def measure_reach(jobs: int) -> dict[str, dict[str, float]]:
-    """By symbol, the tests of the fast layer that reach it, and how many seconds each takes."""
+def measure_reach(jobs: int, paths: list[str]) -> dict[str, dict[str, float]]:
+    """By symbol, the tests of the fast layer that reach it, and how many seconds each takes.
+
+    paths: of tests; none: all.
+    """
     folder, notes = copy("reach"), BUILD / "notes"
     shutil.rmtree(notes, ignore_errors=True)
     notes.mkdir()
@@ -76,7 +80,9 @@ def measure_reach(jobs: int) -> dict[str, dict[str, float]]:
         (folder / path).write_text(instrumented((folder / path).read_text(), sorted(some)))
     words = f"-n {jobs} --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 -p tests.mutants.plugin"
     subprocess.run(
-        [sys.executable, "-m", "pytest", *words.split()], cwd=folder, env=environment(folder, **{FOLDER: str(notes)})
+        [sys.executable, "-m", "pytest", *words.split(), *paths],
+        cwd=folder,
+        env=environment(folder, **{FOLDER: str(notes), CHOSEN: ""}),
     )
     seconds = json.loads((notes / "seconds.json").read_text())
     return {
@@ -188,6 +194,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    parser.add_argument("--reach", nargs="+", metavar="PATH")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if args.table:
@@ -196,10 +203,19 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     path = BUILD / "reach.json"
     reach = json.loads(path.read_text()) if path.exists() else {}
-    if missing := {one.symbol for one in mutants() if not one.tests} - reach.keys():
-        print(f"measuring which tests reach {len(missing)} symbols", flush=True)
-        reach = dict.fromkeys(sorted(missing), {}) | measure_reach(args.jobs + 1)
+    missing = {one.symbol for one in mutants() if not one.tests} - reach.keys()
+    if missing or args.reach:
+        paths = [] if missing else args.reach
+        print(f"measuring which symbols are reached by the tests of {', '.join(paths) or 'the fast layer'}", flush=True)
+        reach = dict.fromkeys(sorted(missing), {}) | {
+            symbol: {test: seconds for test, seconds in tests.items() if paths and not test.startswith(tuple(paths))}
+            for symbol, tests in reach.items()
+        }
+        for symbol, tests in measure_reach(args.jobs + 1, paths).items():
+            reach[symbol] = reach.get(symbol, {}) | tests
         path.write_text(json.dumps(reach, indent=1))
+    if args.reach:
+        return
     known = {test: seconds for tests in reach.values() for test, seconds in tests.items()}
     done = results()
     waiting = [
@@ -220,6 +236,9 @@ def main() -> None:
             one = {"key": key(mutant), "fault": mutant.fault} | (
                 run(mutant, folder, tests) if tests else {"found_by": None, "seconds": 0, "tests": 0}
             )
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:  # it stays to be run
+            print(f"        {mutant.fault}: {error}", flush=True)
+            return
         finally:
             copies.put(folder)
         with lock, (BUILD / "results.jsonl").open("a") as file:

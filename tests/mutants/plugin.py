@@ -10,7 +10,9 @@ import pytest
 from tests.mutants.reach import FOLDER, current
 
 CHOSEN = "KVMERGE_MUTANT_TESTS"
-"""The variable that names a file with the tests to run, or their files: a JSON list in the order in which they run."""
+"""The variable that names a file with the tests to run, or their files: a JSON list in the order in which they run.
+
+Empty: all of the fast layer in the files named."""
 LAST = "KVMERGE_MUTANT_LAST"
 """The variable that names a file for the test that has failed, or that runs: one that hangs ends the process."""
 
@@ -63,7 +65,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if CHOSEN not in os.environ:
+    if not os.environ.get(CHOSEN):
         return
     order = {test: place for place, test in enumerate(json.loads(Path(os.environ[CHOSEN]).read_text()))}
     places = {item: order.get(name(item.nodeid), order.get(item.nodeid.partition("::")[0])) for item in items}
