@@ -112,6 +112,19 @@ def test_another_file_than_the_known_one_is_refused(packages, cache, monkeypatch
     assert list(cache.iterdir()) == []
 
 
+def test_what_was_made_of_another_file_is_not_taken(monkeypatch):
+    monkeypatch.setattr(pretrained, "_fetch", lambda source, work: work / source.sha256)
+
+    def convert(path: Path, made: Path) -> None:
+        made.mkdir()
+        (made / "config.json").write_text(path.name)
+
+    monkeypatch.setattr(pretrained, "_convert", convert)
+    for digest in ("0" * 64, "1" * 64):
+        monkeypatch.setitem(pretrained.SOURCES, "tiny", pretrained.Source((), digest, "some/model", "Apache-2.0"))
+        assert Path(demo.named("tiny"), "config.json").read_text() == digest
+
+
 def test_where_nothing_can_be_fetched_one_line_says_so(monkeypatch, tmp_path):
     for variable, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"PIP_{variable}", value)

@@ -272,7 +272,8 @@ def test_runner_and_own_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(arguments.V2_MODEL_RUNNER, "1")
-    options = ["--external-cache-bytes", "3", "--additional-config", '{"kvmerge": {"head_pages": false}}']
+    additional = '{"kvmerge": {"head_pages": false, "external_cache_bytes": 2}}'
+    options = ["--external-cache-bytes", "3", "--additional-config", additional]
     assert main(["serve", model, "--port", port, "--model-runner", "v1", *options]) == 0
     assert os.environ[arguments.V2_MODEL_RUNNER] == "0"
     (args,) = started

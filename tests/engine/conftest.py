@@ -135,6 +135,24 @@ def run(engine, watch=lambda: None) -> dict[str, list[int]]:
     return tokens
 
 
+def live_entries(engine: Engine) -> dict[str, float]:
+    """Mean number of live entries per head of the layers that are compressed, counted in the cache, of each request
+    that has been compressed."""
+    found = {}
+    for request in engine.scheduler.running:
+        segments = engine.manager.segments.get(request.request_id)
+        if segments is None:
+            continue
+        row = engine.manager.req_to_blocks[request.request_id][: -(-segments.front // engine.manager.block_size)]
+        blocks = [block.block_id for block in row]
+        live = [
+            float((layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front] >= 0).sum(1).float().mean())
+            for layer in engine.compression.compactor.layers
+        ]
+        found[request.request_id] = sum(live) / len(live) + request.num_computed_tokens - segments.tail
+    return found
+
+
 def preempt_all(engine: Engine) -> None:
     for request in list(engine.scheduler.running):
         engine.scheduler.running.remove(request)

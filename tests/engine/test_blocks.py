@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 
+from tests.engine.architectures import check_budgets
 from tests.engine.conftest import random_prompt
 from tests.presets import SMALL
 from vllm_kvmerge import compression
@@ -56,41 +56,7 @@ def test_usage_drops_to_the_budget_after_the_prompt(engine, policy):
 
 @pytest.mark.slow
 def test_three_hundred_generated_tokens_stay_within_budget_and_interval(engine):
-    """Every preset that may be bounded, all at once: no step sees more than budget + interval entries per head, on
-    average over layers and heads, nor more than their largest share in any."""
-    budget, interval, num_tokens = 64, 16, 300
-    rng = np.random.default_rng(12)
-    policies = [policy for policy in PRESETS if policy != "kvzip"]
-    for policy in policies:
-        fields = SMALL.get(policy, {})
-        params = greedy(num_tokens, policy, budget=budget, interval=interval, decode="bounded", **fields)
-        add(engine, policy, random_prompt(rng, 300), params)
-    runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    sizes: dict[str, list[float]] = {policy: [] for policy in policies}
-    live: dict[tuple[str, int], float] = {}
-
-    def watch():
-        for request in engine.scheduler.running:
-            segments = engine.manager.segments.get(request.request_id)
-            if segments is None:
-                continue
-            policy, compression = request.request_id.rsplit("-", 1)[0], engine.scheduler._compressions
-            assert segments.front <= compression[request.request_id].capacity
-            if (policy, segments.tail) not in live:  # until the next compression, what has been compressed stays
-                blocks = [block.block_id for block in engine.manager.req_to_blocks[request.request_id]]
-                blocks = blocks[: -(-segments.front // 32)]
-                counts = [
-                    (layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front] >= 0).sum(1)
-                    for layer in runner.compression.compactor.layers
-                ]
-                live[policy, segments.tail] = float(torch.stack(counts).double().mean())
-            sizes[policy].append(live[policy, segments.tail] + request.num_computed_tokens - segments.tail)
-
-    run_steps(engine, watch)
-    for policy, seen in sizes.items():
-        assert len(seen) >= num_tokens - 1, policy
-        assert budget - 1 <= max(seen) <= budget + interval, policy
-    engine.assert_empty()
+    check_budgets(engine, sorted(set(PRESETS) - {"kvzip"}), 300)
 
 
 def test_layers_that_are_skipped_keep_every_token(engine):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from tests.engine.architectures import BYTES_PER_BLOCK, NUM_BLOCKS, arguments, running
 from tests.engine.conftest import random_prompt
 from tests.engine.full_graphs import SIZES
 from tests.engine.test_cuda_runners import TOLERANCE, on_cpu
-from tests.engine.test_hybrid import BYTES_PER_BLOCK, NUM_BLOCKS, arguments, running
 from tests.gpu.compare import NUM_CANDIDATES, Generated, Tolerance, assert_all_close
 from tests.models.architectures import write_model
 from tests.random_model import write_gemma, write_gemma3n, write_granite, write_llama4, write_qwen3_next

@@ -6,12 +6,13 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import TURN, FrontCache, SharedFront
 from vllm_kvmerge.engine.plan import Segments
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
+from vllm_kvmerge.request.parameters import parse_compression
 
 BLOCK_SIZE = 32
 POLICY = '{"policy":"snapkv","budget":8}'
@@ -75,6 +76,15 @@ def test_what_vllm_tells_apart_is_told_apart(fronts, num_tokens):
     assert len({keys["plain"], *(fronts.key(make_request(), num_tokens, *one) for one in others)}) == 4
 
 
+def test_what_a_front_is_made_by_is_told_apart():
+    def policy(**fields) -> str:
+        return parse_compression({"policy": "snapkv", "budget": 96, **fields}).front_policy
+
+    assert {policy(context_tokens=9), policy(context_messages=2), policy(reuse="turns")} == {policy()}
+    others = [{"budget": 97}, {"decode": "bounded"}, *({"protect": {"tokens": [[0, end]]}} for end in (4, 5))]
+    assert len({policy(), *(policy(**fields) for fields in others)}) == 1 + len(others)
+
+
 @pytest.mark.parametrize("offset", [59, 62, 66, 70, 73])
 def test_images_that_reach_into_the_last_block_are_told_apart(fronts, offset):
     """Of a context of 75 tokens, whose last block begins at 64: before it, in it, and across its beginning or the
@@ -101,6 +111,20 @@ def test_prompts_without_tokens_have_no_key(fronts):
     request = make_request()
     request.block_hashes.clear()  # its server has no prefix cache
     assert fronts.key(request, 75, POLICY) is None
+
+
+def test_workers_memory_is_for_the_fronts_that_were_used_last(pool):
+    fronts = FrontCache(pool, 0, PrefixKeys(sha256, BLOCK_SIZE), 2)
+
+    def add(name: bytes) -> None:
+        blocks = tuple(pool.get_new_blocks(1))
+        fronts.add(SharedFront(BlockHash(name), Segments(8, 8, 8), BLOCK_SIZE, (0,), blocks, kept_bytes=1))
+
+    for name in (b"one", b"two"):
+        add(name)
+    assert fronts.find(BlockHash(b"one")) is not None
+    add(b"three")
+    assert list(fronts._fronts) == [b"one", b"three"] and fronts.take_forgotten() == [b"two"]
 
 
 def keep_turn(pool: BlockPool, fronts: FrontCache, request: Request, num_tokens: int, policy: str = POLICY):

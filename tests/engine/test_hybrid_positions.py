@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engine.architectures import add, greedy, running
 from tests.engine.conftest import Engine, preempting, random_prompt, run
 from tests.engine.spread import spread_over
-from tests.engine.test_hybrid import add, greedy, running
 from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import write_gemma
 

@@ -5,12 +5,14 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine import test_kept_contexts, test_turns
+from tests.engine.architectures import BLOCK_SIZE, greedy
 from tests.engine.conftest import preempting, random_prompt, run
-from tests.engine.test_hybrid import BLOCK_SIZE, WINDOW, engine, folder, greedy
+from tests.engine.test_hybrid import engine, folder
 from tests.engine.test_kept_contexts import client, saved
 from tests.engine.test_shared_contexts import add, answers, fronts, params
 from tests.engine.test_stress_contexts import check_sharing
 from tests.presets import SMALL
+from tests.random_model import WINDOW
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ from tests.engine.conftest import random_prompt
 from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, call_contexts
-from vllm_kvmerge.engine.saved_contexts import UNFINISHED, is_saved, load_all, remove, save
+from vllm_kvmerge.engine.saved_contexts import ABANDONED, UNFINISHED, is_saved, load_all, remove, save
 
 CONTEXT, QUESTION, ANSWER = 430, 25, 20
 POLICIES = {"snapkv": {}, "h2o": {}, "adakv": {"decode": "bounded"}, "kvzip": {}, "morphkv": {"decode": "bounded"}}
@@ -112,17 +113,20 @@ def test_what_cannot_be_kept_is_refused(engine, client, monkeypatch):
     for index in range(2):
         ask(engine, random_prompt(rng, CONTEXT), params("snapkv", 2, {"id": str(index)}))
         assert client.call("created", id=str(index))["tokens"] == CONTEXT
+    kept = engine.scheduler._contexts._kept
+    kept["0"] = replace(kept["0"], salt="another")  # of a user who alone is told its id
     output = engine.generate([random_prompt(rng, CONTEXT)], params("snapkv", 2, {"id": "third"}))[0]
     assert output.outputs[0].finish_reason == "error" and output.num_cached_tokens in (None, 0)
     status, message = client.call("created", id="third")["refused"]
     size = engine.scheduler._bytes_per_block
     assert status == 409 and f"takes {3 * size} bytes" in message and f"hold {6 * size} of the {7 * size}" in message
+    assert message.endswith("; delete some: 1")
     assert client.call("created", id="third") is None  # told once
     engine.generate([random_prompt(rng, CONTEXT)], params("snapkv", 2, {"id": "roomy"}, budget=CONTEXT))
     assert client.call("created", id="roomy")["refused"][0] == 400
     with monkeypatch.context() as patch:
         patch.setattr(engine.manager, "copy_of", lambda num_blocks: None)
-        client.call("delete", id="0")
+        client.call("delete", id="0", salt="another")
         ask(engine, random_prompt(rng, CONTEXT), params("h2o", 2, {"id": "no-copy"}))
         assert client.call("created", id="no-copy")["refused"][0] == 409
     assert [one["id"] for one in client.call("list")] == ["1"]
@@ -314,6 +318,15 @@ def test_what_could_not_be_saved_leaves_nothing(engine, client, tmp_path, monkey
     asyncio.run(load_all(client, tmp_path))
     assert client.call("list") == []
     remove(tmp_path, "one")  # which is not there
+
+
+def test_a_folder_that_is_being_written_is_left_alone_until_nobody_writes_to_it_any_more(tmp_path):
+    now = time.time()
+    for name, age in (("written", ABANDONED - 60), ("abandoned", ABANDONED + 60)):
+        (tmp_path / f"{UNFINISHED}{name}").mkdir()
+        os.utime(tmp_path / f"{UNFINISHED}{name}", (now - age, now - age))
+    asyncio.run(load_all(None, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [f"{UNFINISHED}written"]
 
 
 def test_the_longest_request_finds_room_beside_all_contexts(engine, client):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.engine.architectures import add
 from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, random_prompt, run
 from tests.engine.test_connectors import BLOCK_SIZE, MAX_TOKENS, greedy, prompts
-from tests.engine.test_hybrid import add
 from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY
 

@@ -191,6 +191,21 @@ def test_entries_of_skipped_layers_count_towards_the_pool():
     driver.finish()
 
 
+def test_who_waits_for_blocks_holds_no_room_outside_the_pool():
+    """It has asked for room before it found no blocks; a request that goes first needs that room."""
+    driver = Driver(Setting(num_blocks=24, by_priority=True, external_tokens=60, step_tokens=16))
+    fields = {"policy": "h2o", "budget": 9, "score_window": 4, "refresh": {"every": 3, "queries": 2}}
+    driver.add(TEXTS[0][:60], 6, None)
+    for _ in range(5):
+        driver.step()
+    driver.add(TEXTS[1][:40], 5, fields, priority=1)
+    driver.step()
+    first = driver.add(TEXTS[2][:16], 5, fields)
+    driver.step()
+    assert first in {request.request_id for request in driver.scheduler.running}
+    driver.finish()
+
+
 @pytest.mark.parametrize("has_windows", [False, True])
 def test_contexts_that_are_kept_leave_room_for_the_longest_request(has_windows):
     longest = MAX_MODEL_LEN // BLOCK_SIZE

@@ -6,24 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
 
+from tests.engine.architectures import ARCHITECTURES, MAX_TOKENS, add, greedy, running, stock
 from tests.engine.conftest import Engine, random_prompt, run
-from tests.engine.spread import spread_over
-from tests.engine.test_hybrid import (
-    MAX_TOKENS,
-    POLICIES,
-    add,
-    check_against_transformers,
-    check_budgets,
-    check_company_and_preemption,
-    greedy,
-    prompts_of_many_lengths,
-    running,
-    stock,
-)
 from tests.engine.test_repetition import PROMPTS, dense_scores, scores
-from tests.models.architectures import write_model
+from tests.engine.test_speculative import DRAFTING, assert_same, fronts, numbers, params, repetitive, with_drafts
 from tests.presets import SMALL
 from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.engine.attention import cpu_latent
@@ -40,13 +27,11 @@ ELSEWHERE = {"criticalkv": "selector", "expected_attention": "selector", "compac
 """Policies that evict, but need what latents do not have, and the part that does."""
 
 MERGING = sorted(name for name, preset in PRESETS.items() if preset.merger != "drop")
-EVICTING = [name for name in POLICIES if name not in MERGING and name not in ELSEWHERE]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    # Without experts, which Transformers does not compute in float64.
-    return write_model(tmp_path_factory.mktemp("deepseek"), "DeepSeek-V3", first_k_dense_replace=2)
+    return ARCHITECTURES["latents"].write(tmp_path_factory.mktemp("deepseek"))
 
 
 @pytest.fixture(scope="module")
@@ -55,62 +40,10 @@ def engine(folder) -> Iterator[Engine]:
         yield engine
 
 
-def test_plain_requests_equal_stock_vllm(engine, folder):
+def test_an_entry_is_a_key_and_part_of_it_the_value(engine):
     layers = engine.compression.compactor.layers
     assert len(layers) == 2 and all(isinstance(layer, LatentKVCache) for layer in layers)
     assert layers[0].keys.shape[1:] == (1, LATENT, BLOCK_SIZE) and layers[0].values.shape[3] == VALUE
-    expected = stock(folder)
-    assert len({token for tokens in expected for token in tokens}) > 50
-    prompts = prompts_of_many_lengths()
-    assert engine.tokens(prompts, greedy()) == expected
-    engine.assert_empty()
-    # Blocks that compressed requests wrote are zeroed before others get them.
-    engine.tokens([random_prompt(np.random.default_rng(9), 600)] * 3, greedy("h2o", 40, budget=200))
-    unclean = sorted(engine.manager._unclean)
-    assert len(unclean) > 10
-    for layer in layers:
-        layer.keys[unclean] = float("nan")
-    assert engine.tokens(prompts, greedy()) == expected
-    engine.assert_empty()
-
-
-def test_entries_stay_within_budget_and_interval(engine):
-    check_budgets(engine, EVICTING)
-
-
-def jobs() -> list[tuple[list[int], SamplingParams]]:
-    rng = np.random.default_rng(3)
-    told = [(random_prompt(rng, length), greedy(max_tokens=60)) for length in (200, 60, 330)]
-    fields = [{}, {"context_tokens": 120}, {"prefill": {"chunk": 70}}, {"decode": "bounded"}]
-    for index, policy in enumerate(EVICTING):
-        wanted = {"budget": 64, "interval": 8} | ({} if policy == "kvzip" else fields[index % len(fields)])
-        told.append((random_prompt(rng, int(rng.integers(150, 400))), greedy(policy, 40, **wanted)))
-    for policy, wanted in (
-        ("snapkv", {"allocator": "adaptive"}),
-        ("h2o", {"allocator": "global", "decode": "bounded"}),
-        ("h2o", {"score_window": "all", "context_tokens": 200}),
-        ("morphkv", {"skip_layers": 1, "prefill": {"chunk": 100}}),
-        ("snapkv", {"budget": {"threshold": 0.01, "max": 0.8}, "decode": "bounded"}),
-        ("snapkv", {"protect": {"tokens": [[10, 20]]}}),
-    ):
-        told.append((random_prompt(rng, 350), greedy(policy, 40, **{"budget": 64, "interval": 8} | wanted)))
-    return told
-
-
-@pytest.mark.slow
-def test_requests_of_every_kind_beside_each_other_alone_and_preempted(engine):
-    """After a preemption, generated tokens are a chunk behind a compressed front."""
-    told = jobs()
-    tokens = check_company_and_preemption(engine, told)
-    assert all(len(one) == params.max_tokens for one, (_, params) in zip(tokens, told, strict=True))
-    with spread_over(3) as spread:
-        assert engine.tokens([prompt for prompt, _ in told], [params for _, params in told]) == tokens
-    assert spread.parts
-    engine.assert_empty()
-
-
-def test_streaming_llm_is_a_mask(engine, folder):
-    check_against_transformers(engine, folder)
 
 
 class Dense:
@@ -274,3 +207,33 @@ def test_a_refused_request_ends_with_the_reason(engine):
     assert output.outputs[0].finish_reason == "error"
     assert "'zip' of the policy 'keepkv'" in output.kv_transfer_params["kvmerge"]["error"]
     engine.assert_empty()
+
+
+@pytest.fixture(scope="module")
+def drafting(folder) -> Iterator[Engine]:
+    with with_drafts(), running(folder, logits_processors=[], **DRAFTING) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"policy": "h2o"},
+        {"policy": "tova"},
+        {"policy": "morphkv"},
+        {"policy": "snapkv", "score_window": "all", "decode": "bounded"},
+        {"policy": "h2o", "budget": 230, "interval": 20},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.values())),
+)
+def test_rejected_drafts_leave_no_trace_in_statistics(drafting, monkeypatch, fields):
+    prompt = repetitive(1, 220)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafting.scheduler, "_draft_end", lambda request: 0)
+        expected = fronts(drafting, fields, prompt)
+    drafted, accepted = numbers(drafting.generate([prompt], params(fields)))
+    assert 0 < accepted < drafted
+    found = fronts(drafting, fields, prompt)
+    assert_same(found, expected)
+    drafting.assert_empty()

@@ -45,8 +45,9 @@ def poisoned():
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
+        own = {"kvzap": demo.kvzap_path(), "debug_poison_freed": True, "compaction_workspace_bytes": 1 << 20}
         # On a machine that is busy with other things, a compression takes longer than it may.
-        own = {"kvzap": demo.kvzap_path(), "debug_poison_freed": True, "max_compaction_seconds": 600.0}
+        own["max_compaction_seconds"] = 600.0
         llm = LLM(
             **kvmerge_engine_args(
                 **engine_arguments(),
@@ -54,7 +55,9 @@ def poisoned():
                 additional_config={"kvmerge": own},
             )
         )
-        yield Engine(llm)
+        engine = Engine(llm)
+        assert engine.compression.compactor.max_bytes == 1 << 20  # so that some go head by head
+        yield engine
         llm.llm_engine.engine_core.shutdown()
 
 

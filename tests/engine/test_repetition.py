@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request
 
 from tests.engine.conftest import random_prompt, run
 from tests.measures import score
@@ -16,6 +18,7 @@ from vllm_kvmerge import compression, demo
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.worker.compression import Compression
+from vllm_kvmerge.request.parameters import parse_compression
 
 PROMPTS = {"repeat_prompt": [40, 41, 42], "resume_prompt": [43], "answer_prompt": [44, 45]}
 
@@ -108,6 +111,19 @@ def test_scores_are_those_of_a_dense_computation(engine, scores, length, chunk_s
     assert (found - expected).abs().max() < 1e-4 * expected.max()
     assert expected[..., num_prefix_tokens:].min() > 0 and expected.max() > (0.05 if normalized else 0.5)
     engine.assert_empty()
+
+
+def test_an_adapter_repeats_what_it_has_read():
+    parent = Request(
+        request_id="one",
+        prompt_token_ids=list(range(20)),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=LoRARequest("a", 1, "/adapters/a"),
+    )
+    tracker = parse_compression({"policy": "kvzip", "budget": 8}).policy.tracker
+    repeating = RepeatingRequest.of(parent, tracker, None, 20, 0)
+    assert repeating.lora_request is parent.lora_request
 
 
 REQUESTS = {

@@ -113,6 +113,12 @@ def test_entries_that_a_compression_reads():
     assert one.num_entries(UNCOMPRESSED, 500) == 500 and one.num_entries(Segments(96, 500), 532) == 96 + 32
 
 
+def test_a_windows_last_block_counts_as_a_whole():
+    limits = replace(LIMITS, window_blocks=((3, 32), (2, 64)))
+    slots = {num_tokens: limits.window_slots(num_tokens) for num_tokens in (1, 32, 33, 65, 500)}
+    assert slots == {1: 2 * 32, 32: 2 * 32, 33: 3 * 32, 65: 5 * 32, 500: 5 * 32}
+
+
 def test_memory_is_kept_for_whoever_came_first():
     kept = KeptBytes()
     assert kept.reserve("nothing", 0, 100) and not kept

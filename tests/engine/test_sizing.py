@@ -101,9 +101,9 @@ def test_what_is_not_known_is_refused(engine):
         size(config, 1 << 30, 3000, 70, parse_compression({"policy": "grkv", "budget": 900, "num_iters": 1000}))
 
 
-def test_no_request_fits_where_one_prompt_does_not():
-    assert Life(reading=20, generating=5).num_fitting(19) == 0
-    assert Life(reading=20, generating=5).num_fitting(29) == 2
+@pytest.mark.parametrize(("num_blocks", "count"), [(19, 0), (20, 1), (24, 1), (25, 2), (29, 2)])
+def test_no_request_fits_where_one_prompt_does_not(num_blocks, count):
+    assert Life(reading=20, generating=5).num_fitting(num_blocks) == count
 
 
 def test_the_command(capsys, monkeypatch):

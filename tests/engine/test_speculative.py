@@ -15,8 +15,8 @@ from vllm import SamplingParams
 
 from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK
+from tests.engine.architectures import add, check_company_and_preemption
 from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, random_prompt, run
-from tests.engine.test_hybrid import add, check_company_and_preemption
 from tests.engine.test_small_pool import POOL, small_pool
 from tests.engine.test_tensor_parallel import NUM_TOKENS, generate
 from tests.presets import SMALL

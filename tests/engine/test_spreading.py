@@ -271,6 +271,15 @@ def test_nobody_waits_for_the_share_without_others():
     assert not pace.room(is_awaited=True) and pace.room(is_awaited=False)
 
 
+def test_an_idle_time_is_not_made_up_for():
+    now = 0.0
+    pace = Pace(1, clock=lambda: now)
+    now = 1000.0
+    assert pace.room(is_awaited=True)
+    pace.learn({KIND: Spent(1.0, 1, 1.0)})
+    assert not pace.room(is_awaited=True)
+
+
 def test_the_oldest_of_many_kinds_is_forgotten():
     pace = Pace(2)
     for number in range(MAX_KINDS + 1):

@@ -58,14 +58,14 @@ def generate(folder: Path, arguments: dict, jobs: list) -> list:
 def splits_among_heads(extra: dict | None) -> bool:
     """Whether heads compete for the budget: a worker splits it among its own, and with two heads there is nothing to
     split."""
-    config = parse_compression(extra[EXTRA_ARGS_KEY]) if extra else None
+    config = parse_compression(extra[EXTRA_ARGS_KEY]) if extra and EXTRA_ARGS_KEY in extra else None
     return config is not None and config.policy.allocator.name in ("adaptive", "global")
 
 
 def test_two_workers_equal_one(engine, tmp_path):
     """The model has two KV heads."""
     rng = np.random.default_rng(4)
-    jobs: list[tuple[list[int], dict | None]] = [(random_prompt(rng, 500), None)]
+    jobs: list[tuple[list[int], dict | None]] = [(random_prompt(rng, 500), {USAGE_KEY: True})]
     for index, policy in enumerate(sorted(PRESETS)):
         length = int(rng.integers(150, 800))
         for context in ({}, {"context_tokens": length - 70})[: 2 if index % 4 == 0 else 1]:
@@ -97,7 +97,8 @@ def test_two_workers_equal_one(engine, tmp_path):
     comparable = [index for index, (_, extra) in enumerate(jobs) if not splits_among_heads(extra)]
     assert len(PRESETS) <= len(comparable) < len(jobs)
     assert [first[index] for index in comparable] == [alone[index] for index in comparable]
-    # What each was told counts the heads of both workers.
+    # What each was told counts the heads, and bytes, of both workers.
+    assert outputs[0].kv_transfer_params[REPORT_KEY]["peak_bytes"] == -(-(500 + NUM_TOKENS - 1) // 32) * BYTES_PER_BLOCK
     assert [told[index] for index in comparable] == [outputs[index].kv_transfer_params for index in comparable]
 
 

@@ -108,6 +108,7 @@ def refusal(engine: Any, fields: dict[str, Any], check_budget: bool) -> str | No
     """Why a request is refused; None: it generates what it should, and its blocks are free again."""
     from vllm import SamplingParams
 
+    from tests.engine.conftest import live_entries
     from vllm_kvmerge import compression
     from vllm_kvmerge.request.parameters import parse_compression
 
@@ -126,31 +127,13 @@ def refusal(engine: Any, fields: dict[str, Any], check_budget: bool) -> str | No
             if output.outputs[0].finish_reason == "error":
                 return reason_of(output.kv_transfer_params["kvmerge"]["error"])
             num_tokens = len(output.outputs[0].token_ids)
-        most = max([most, *live_entries(engine)])
+        most = max([most, *live_entries(engine).values()])
     assert num_tokens == NUM_TOKENS, fields
     if check_budget:
         assert BUDGET - 1 <= most <= BUDGET + (INTERVAL if config.decode == "bounded" else NUM_TOKENS), (fields, most)
     assert engine.llm.reset_prefix_cache()
     engine.assert_empty()
     return None
-
-
-def live_entries(engine: Any) -> list[float]:
-    """Mean number of live entries per head of the layers that are compressed, counted in the cache, of each request
-    that has been compressed."""
-    found = []
-    for request in engine.scheduler.running:
-        segments = engine.manager.segments.get(request.request_id)
-        if segments is None:
-            continue
-        row = engine.manager.req_to_blocks[request.request_id][: -(-segments.front // engine.manager.block_size)]
-        blocks = [block.block_id for block in row]
-        live = [
-            float((layer.positions[blocks].transpose(0, 1).flatten(1)[:, : segments.front] >= 0).sum(1).float().mean())
-            for layer in engine.compression.compactor.layers
-        ]
-        found.append(sum(live) / len(live) + request.num_computed_tokens - segments.tail)
-    return found
 
 
 def reason_of(message: str) -> str:

@@ -1,18 +1,25 @@
 """Batch files (``vllm run-batch``): their requests are compressed, refused and reported as those of a server."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.responses import JSONResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from tests.server.test_vllm_serve import MAIN
 from vllm_kvmerge import demo
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
+from vllm_kvmerge.server.batch_file import start
+from vllm_kvmerge.server.messages import CHAT_ROUTE
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 LONG = "0 1 2 3 4 5 6 7 " * 40
 LOCAL = {"policy": "local", "budget": 64}
@@ -35,6 +42,7 @@ def run(folder: Path, bodies: dict[str, dict[str, Any]], *options: str) -> dict[
     return {answer["custom_id"]: answer for answer in map(json.loads, answers.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_requests_are_compressed_refused_and_reported(tmp_path):
     twice = [{"role": "user", "content": LONG}, {"role": "user", "content": "4"}]
     bodies = {
@@ -61,7 +69,25 @@ def test_requests_are_compressed_refused_and_reported(tmp_path):
     assert "unknown policy 'nope'" in errors["unknown"]["message"] and errors["stream"]["param"] == "stream"
 
 
+@pytest.mark.slow
 def test_without_our_configuration_the_field_is_refused(tmp_path):
     answers = run(tmp_path, {"plain": {}, "ours": {EXTRA_ARGS_KEY: LOCAL}})
     assert answers["plain"]["error"] is None
     assert "not read by this server" in answers["ours"]["error"]["error"]["message"]
+
+
+class Refusing:
+    """vLLM's handler of chats, which refuses all of them."""
+
+    async def create_chat_completion(self, request: ChatCompletionRequest) -> ErrorResponse:
+        return ErrorResponse(error=ErrorInfo(message="too long", type="BadRequestError", code=422))
+
+
+def test_a_refused_request_has_the_status_of_its_refusal():
+    async def answer() -> JSONResponse:
+        around = await start(SimpleNamespace(vllm_config=SimpleNamespace(additional_config=None)))
+        handler = around(Refusing().create_chat_completion, CHAT_ROUTE)
+        return await handler(ChatCompletionRequest(messages=[{"role": "user", "content": LONG}]))
+
+    response = asyncio.run(answer())
+    assert response.status_code == 422 and json.loads(response.body)["error"]["message"] == "too long"

@@ -70,7 +70,8 @@ def test_they_are_compressed(images, policy):
 
 
 def test_what_repeats_tokens_alone_refuses_them(images):
-    response = chat(images, 1, kv_compression={"policy": "kvzip", "budget": BUDGET})
-    assert response.status_code == 400
-    assert "allowed: prompts of tokens alone" in response.json()["error"]["message"]
+    for stream in (False, True):
+        response = chat(images, 1, kv_compression={"policy": "kvzip", "budget": BUDGET}, stream=stream)
+        assert response.status_code == 400
+        assert "allowed: prompts of tokens alone" in response.json()["error"]["message"]
     told(chat(images, kv_compression={"policy": "kvzip", "budget": BUDGET}))

@@ -16,6 +16,7 @@ from vllm_kvmerge.request.parameters import CompressionError
 from vllm_kvmerge.server import middleware
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_refusal
 from vllm_kvmerge.server.middleware import CARRIERS, CompressionFieldMiddleware
+from vllm_kvmerge.server.outputs import Answer
 
 VALID = {"policy": "streaming_llm", "budget": 64}
 XARGS_ROUTES = [route for route, carrier in CARRIERS.items() if carrier == ("vllm_xargs",)]
@@ -444,6 +445,14 @@ def test_client_that_leaves_before_the_end_of_its_body_reaches_nobody() -> None:
     }
     with pytest.raises(Refusal, match="left before the end"):
         asyncio.run(wrapped(app)(scope, receive, send))
+
+
+def test_reports_of_the_newest_stored_responses_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MOST_STORED", 2)
+    one = CompressionFieldMiddleware(echo_app())
+    for name in ("resp_1", "resp_2", "resp_3"):
+        one._store(name, Answer())
+    assert list(one._stored) == ["resp_2", "resp_3"]
 
 
 def test_streaming_answer_passes() -> None:

@@ -1,0 +1,401 @@
+"""What holds of every kind of models: rows are ``ARCHITECTURES``, columns the tests. The fast layer has a diagonal."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.architectures import (
+    ARCHITECTURES,
+    BLOCK_SIZE,
+    MAX_TOKENS,
+    Architecture,
+    add,
+    architectures,
+    arguments,
+    block_size,
+    check_budgets,
+    check_company_and_preemption,
+    greedy,
+    jobs,
+    num_taken,
+    policies_of,
+    prompts_of_many_lengths,
+    running,
+    stock,
+)
+from tests.engine.conftest import Engine, preempting, random_prompt, run
+from tests.engine.spread import spread_over
+from tests.engine.test_hybrid_sharing import check_fronts
+from tests.engine.test_pressure import params as asleep
+from tests.engine.test_pressure import watched
+from tests.engine.test_speculative import DRAFTING, THREADS, numbers, repeating, repetitive, with_drafts
+from tests.engine.test_tensor_parallel import NUM_TOKENS, generate, splits_among_heads
+from vllm_kvmerge.engine.usage import REPORT_KEY
+
+pytestmark = pytest.mark.engine
+
+__all__ = ["watched"]  # a fixture
+
+STATES = "Mamba", "linear attention"
+HEADS = "larger heads", "fewer heads"
+
+
+@pytest.fixture(scope="module")
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def architecture(name) -> Architecture:
+    return ARCHITECTURES[name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, architecture) -> Path:
+    return architecture.write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder, architecture) -> Iterator[Engine]:
+    with running(folder, **architecture.arguments) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(folder, architecture) -> list[list[int]]:
+    return stock(folder, **architecture.arguments)
+
+
+@architectures("windows", "latents")
+def test_plain_requests_equal_stock_vllm(engine, architecture, stock_tokens):
+    """Where they hit the prefix cache too, and with a budget that is never exceeded."""
+    assert len({token for tokens in stock_tokens for token in tokens}) > 50  # what they read decides
+    prompts, has_cache = prompts_of_many_lengths(), architecture.arguments.get("enable_prefix_caching", True)
+    assert engine.tokens(prompts, greedy()) == stock_tokens
+    engine.assert_empty()
+    for prompt, expected in zip(prompts, stock_tokens, strict=True):
+        (again,) = engine.generate([prompt], greedy())
+        assert list(again.outputs[0].token_ids) == expected
+        assert again.num_cached_tokens == (len(prompt) - 1) // block_size(engine) * block_size(engine) * has_cache
+    assert engine.llm.reset_prefix_cache()
+    params = [greedy(["streaming_llm", "h2o", "snapkv"][i % 3], budget=max(40, len(p))) for i, p in enumerate(prompts)]
+    if architecture.is_exact:
+        assert engine.tokens(prompts, params) == stock_tokens
+    engine.assert_empty()
+
+
+@architectures("larger heads", "latents")
+def test_entries_stay_within_budget_and_interval(engine):
+    """Of the layers of full attention."""
+    bounded = set(policies_of(jobs(engine))) - {"", "kvzip"}
+    check_budgets(engine, sorted(bounded), 120)
+
+
+@architectures("Mamba")
+def test_requests_of_every_kind_alone_beside_each_other_preempted_and_spread(engine, architecture):
+    told = jobs(engine)[:: 1 if architecture.is_exact else 3]
+    tokens = check_company_and_preemption(engine, told, 20 if architecture.is_exact else None)
+    if not architecture.is_exact:
+        return
+    exact = [index for index, policy in enumerate(policies_of(told)) if policy not in architecture.magnifies]
+    assert engine.llm.reset_prefix_cache()
+    with spread_over(3) as spread:
+        found = engine.tokens([told[index][0] for index in exact], [told[index][1] for index in exact])
+    assert found == [tokens[index] for index in exact] and len(spread.parts) > 10
+    engine.assert_empty()
+
+
+@architectures(but=("linear attention",))
+def test_two_workers_equal_one(engine, architecture, folder, tmp_path):
+    told = [
+        (prompt, params.extra_args)
+        for (prompt, params), policy in zip(jobs(engine), policies_of(jobs(engine)), strict=True)
+        if policy not in architecture.magnifies and not splits_among_heads(params.extra_args)
+    ]
+    first, second = generate(tmp_path, arguments(folder, **architecture.arguments), told)
+    params = [
+        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in told
+    ]
+    assert engine.llm.reset_prefix_cache()
+    alone = engine.tokens([prompt for prompt, _ in told], params)
+    assert first == alone
+    assert second == alone[::4]  # which hits the prefix cache
+    engine.assert_empty()
+
+
+@architectures("shared caches", but=("linear attention",))
+def test_full_layers_forget_what_streaming_llm_drops_and_others_do_not(engine, architecture, folder):
+    """As a mask does in Transformers: a prompt computed with full attention, then sinks and the newest tokens."""
+    masked, budget, sinks = architecture.masked(folder, architecture.chunk), 40, 4
+    different = 0
+    for seed in range(4):
+        prompt = random_prompt(np.random.default_rng(seed), 150 + 37 * seed)
+        params = greedy("streaming_llm", budget=budget, num_sink_tokens=sinks, interval=MAX_TOKENS)
+        seen = [*range(sinks), *range(len(prompt) - budget + sinks, len(prompt))]
+        expected = masked.generate(prompt, seen, MAX_TOKENS)
+        assert engine.tokens([prompt], params)[0] == expected
+        different += expected != engine.tokens([prompt], greedy())[0]
+    assert different > 1
+
+
+@architectures("fewer heads", but=("Mamba",))
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "adakv"])
+def test_the_prefix_cache_stays_as_full_attention_left_it(engine, policy):
+    """In all layers, in a window too: what is computed from approximations is not found."""
+    prompt, size = random_prompt(np.random.default_rng(6), 430), block_size(engine)
+    assert engine.llm.reset_prefix_cache()
+    cold, known = engine.generate([prompt], greedy())[0], []
+    for number in (1, 3 * size):
+        assert engine.llm.reset_prefix_cache()
+        answer = engine.tokens([prompt], greedy(policy, number, budget=100, interval=8))[0]
+        known.append(len(engine.pool.cached_block_hash_to_block))
+    assert known[0] == known[1] >= 430 // engine.manager.block_size
+    for longer in (prompt, [*prompt, *answer]):
+        warm = engine.generate([longer], greedy())[0]
+        assert warm.num_cached_tokens == 429 // size * size
+        if longer == prompt:
+            assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
+    engine.assert_empty()
+
+
+@architectures("windows", but=STATES)
+@pytest.mark.parametrize("length", [96, 256, 430])
+def test_fronts_are_shared_with_what_other_layers_hold(engine, length):
+    check_fronts(engine, "h2o", length)
+
+
+@architectures("chunks", but=STATES)
+def test_blocks_that_compressed_requests_wrote_are_zeroed_for_all_layers(engine, stock_tokens):
+    assert engine.llm.reset_prefix_cache()
+    rng = np.random.default_rng(9)
+    engine.tokens([random_prompt(rng, 600) for _ in range(4)], greedy("h2o", 60, budget=200))
+    unclean = sorted(engine.manager._unclean)
+    assert len(unclean) > 10
+    for cache in engine.compression.pool:
+        cache.poison_blocks(torch.tensor(unclean))
+    with engine.with_blocks(200):
+        assert engine.tokens(prompts_of_many_lengths(), greedy()) == stock_tokens
+    engine.assert_empty()
+
+
+@architectures(only=HEADS)
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+def test_under_pressure_requests_are_compressed_and_none_is_preempted(engine, watched, policy):
+    preempted, compressed = watched
+    prompts = [random_prompt(np.random.default_rng(seed), 100) for seed in range(6)]
+    with engine.with_blocks(64):
+        tokens = engine.tokens(prompts, asleep(policy, 300))
+    engine.assert_empty()
+    assert [len(one) for one in tokens] == [300] * 6
+    assert preempted == [] and compressed
+
+
+# N-gram drafts: they change how fast tokens come, and nothing else.
+
+
+@architectures("latents", only=("windows", "latents"))
+def test_drafts_change_no_request(folder, engine):
+    told = repeating(jobs(engine)[::2])
+    prompts, params = [prompt for prompt, _ in told], [params for _, params in told]
+    expected = engine.tokens(prompts, params)
+    with with_drafts(), running(folder, logits_processors=[], **DRAFTING) as drafting:
+        outputs = drafting.generate(prompts, params)
+        assert [list(one.outputs[0].token_ids) for one in outputs] == expected
+        drafted, accepted = numbers(outputs)
+        assert 0 < accepted < drafted
+        drafting.assert_empty()
+        for index, (prompt, one) in enumerate(told):
+            add(drafting, str(index), prompt, one)
+        preempted = run(drafting, preempting(drafting, 12))
+        assert [preempted[str(index)] for index in range(len(expected))] == expected
+        # Of what follows drafts, exact blocks alone are in the prefix cache.
+        prompt = repetitive(99, 400)
+        assert drafting.llm.reset_prefix_cache()
+        longer = [*prompt, *drafting.tokens([prompt], greedy(max_tokens=40))[0]]
+        warm = drafting.generate([longer], greedy(max_tokens=40))[0]
+        assert warm.num_cached_tokens == len(prompt) // block_size(engine) * block_size(engine)
+        assert drafting.llm.reset_prefix_cache()
+        assert drafting.tokens([longer], greedy(max_tokens=40)) == [list(warm.outputs[0].token_ids)]
+        drafting.assert_empty()
+
+
+@architectures(only=("latents",))
+def test_plain_requests_equal_stock_vllm_with_the_same_drafts(folder):
+    """Prompts longer than ``max_num_batched_tokens`` too, which stock vLLM would never begin: it gets a larger one."""
+    prompts = prompts_of_many_lengths()
+    with with_drafts(), running(folder, logits_processors=[], **DRAFTING) as drafting:
+        assert max(map(len, prompts)) > drafting.llm.llm_engine.vllm_config.scheduler_config.max_num_scheduled_tokens
+        outputs = drafting.generate(prompts, greedy())
+        drafting.assert_empty()
+    drafted, accepted = numbers(outputs)
+    assert 0 < accepted < drafted
+    found = [list(one.outputs[0].token_ids) for one in outputs]
+    assert found == stock(folder, **DRAFTING, max_num_batched_tokens=2048)
+
+
+@architectures(only=STATES)
+def test_vllm_verifies_drafts_wrongly_beside_states(folder, architecture, monkeypatch):
+    """Which is why the server refuses drafts here: stock vLLM's tokens differ from those without drafts. With a prefix
+    cache it fails over them, for want of Triton."""
+    for name, value in THREADS.items():
+        monkeypatch.setenv(name, value)
+    uncached = architecture.arguments | {"enable_prefix_caching": False}
+    assert stock(folder, **uncached, **DRAFTING) != stock(folder, **uncached)
+    if "enable_prefix_caching" not in architecture.arguments:
+        with pytest.raises(AssertionError, match="object is not subscriptable"):
+            stock(folder, **architecture.arguments, **DRAFTING)
+
+
+# What is particular to some.
+
+
+@architectures(*HEADS, only=HEADS)
+def test_blocks_of_both_kinds_are_as_large(engine, name):
+    specs = {type(one.kv_cache_spec).__name__: one.kv_cache_spec for one in engine.scheduler._managers}
+    full, window = specs["MergeableAttentionSpec"], specs["SlidingWindowSpec"]
+    assert (full.block_size, window.block_size) == {"larger heads": (32, 64), "fewer heads": (64, 32)}[name]
+    assert full.head_size == 2 * window.head_size and full.page_size_bytes == window.page_size_bytes
+    assert window.state_content_bytes == 2 * window.head_size * 4 + 8
+    assert full.page_size_padded is None and window.page_size_padded is None
+    assert engine.pool.num_gpu_blocks == 400
+
+
+@architectures("chunks", only=("chunks", *HEADS, *STATES))
+def test_what_is_refused(engine, name):
+    has_no_rope = "'cache' .* does not declare a RoPE of its sliding-window layers; allowed: 'text'"
+    other_rope = "the model has a RoPE of another kind (proportional)"
+    has_states = "does not work with a model that has Mamba or linear-attention layers"
+    refused = {
+        "chunks": [("streaming_llm", {"positions": "cache"}, f"positions: {has_no_rope}")],
+        **dict.fromkeys(
+            HEADS,
+            [
+                ("h2o", {"positions": "cache"}, f"positions: .*{re.escape(other_rope)}"),
+                *((policy, {}, f".*{re.escape(other_rope)}") for policy in ("expected_attention", "compactor")),
+            ],
+        ),
+        **dict.fromkeys(
+            STATES,
+            [
+                ("streaming_llm", {"positions": "cache"}, f"positions: 'cache' {has_states}"),
+                ("morphkv", {"trigger": "pressure"}, f"trigger: 'pressure' {has_states}"),
+                ("snapkv", {"reuse": "turns"}, f"reuse: 'turns' {has_states}"),
+                ("kvzip", {}, f"tracker: 'reconstruction' {has_states}"),
+            ],
+        ),
+    }[name]
+    for policy, fields, said in refused:
+        prompt = random_prompt(np.random.default_rng(2), 200)
+        (output,) = engine.generate([prompt], greedy(policy, budget=64, **fields))
+        assert output.outputs[0].finish_reason == "error"
+        assert re.search(f"kv_compression.{said}", output.kv_transfer_params[REPORT_KEY]["error"])
+    engine.assert_empty()
+
+
+@architectures(only=("shared caches",))
+def test_queries_of_the_caches_own_layer_alone_count(engine):
+    """keepkv's second statistic counts the queries that have met an entry."""
+    assert len(engine.compression.compactor.layers) == 2 and len(engine.compression.layers) == 8
+    add(engine, "one", random_prompt(np.random.default_rng(1), 200), greedy("keepkv", 40, budget=64, interval=100))
+    seen = []
+
+    def watch():
+        for request in engine.scheduler.running:
+            segments, computed = engine.manager.segments[request.request_id], request.num_computed_tokens
+            blocks = [block.block_id for block in engine.manager.req_to_blocks[request.request_id]]
+            for slot in range(segments.tail, computed):
+                block, offset = blocks[slot // BLOCK_SIZE], slot % BLOCK_SIZE
+                for layer in engine.compression.compactor.layers:
+                    seen.append((layer.aux[block, :, offset].unique().tolist(), [computed - slot]))
+
+    run(engine, watch)
+    assert len(seen) > 1000 and all(counted == expected for counted, expected in seen)
+    engine.assert_empty()
+
+
+@architectures(only=("Mamba",))
+def test_what_other_layers_left_in_blocks_is_zeroed(engine, stock_tokens):
+    """States may lie anywhere in a page, metadata of a block that is next attention's included."""
+    prompts, params = map(list, zip(*jobs(engine), strict=True))
+    expected = engine.tokens(prompts, params)
+    free = [block.block_id for block in engine.pool.blocks if not block.ref_cnt and not block.is_null]
+    assert len(free) == engine.pool.num_gpu_blocks - 1
+
+    def spoil() -> None:
+        for layer in engine.compression.compactor.layers:
+            for plane in (layer.keys, layer.values, layer.log_votes, layer.scores, layer.aux):
+                plane[free] = float("nan")
+            layer.positions[free] = 7
+
+    spoil()
+    assert engine.tokens(prompts_of_many_lengths(), greedy()) == stock_tokens
+    spoil()
+    assert engine.tokens(prompts, params) == expected
+    engine.assert_empty()
+
+
+@architectures(only=STATES)
+def test_what_a_request_with_states_holds(engine, architecture):
+    """One or, where states are in the prefix cache, two blocks of each group of other layers, and what its front and
+    newest tokens take."""
+    assert engine.llm.reset_prefix_cache()
+    taken: list[int] = []
+    add(engine, "one", random_prompt(np.random.default_rng(3), 700), greedy("h2o", 200, budget=64, interval=16))
+    run(engine, lambda: taken.append(num_taken(engine)))
+    states = 2 if "enable_prefix_caching" in architecture.arguments else 4
+    assert max(taken[4:-1]) <= states + 1 + 2 < 700 // engine.manager.block_size
+    engine.assert_empty()
+
+
+@architectures(only=("linear attention",))
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        ("streaming_llm", {"context_tokens": 512}),
+        ("h2o", {"prefill": {"chunk": 128}}),
+        ("snapkv", {"prefill": {"chunk": 192}}),
+        ("keepkv", {"prefill": {"chunk": 128}, "context_tokens": 448}),
+    ],
+)
+@pytest.mark.parametrize("when", [2, 4])
+def test_a_request_that_is_preempted_while_it_reads(engine, policy, fields, when):
+    """Where all parts of a prompt end at a multiple of 64 tokens, linear attention rounds as before."""
+    prompt = random_prompt(np.random.default_rng(5), 641)
+    params = greedy(policy, budget=64, **fields)
+    assert engine.llm.reset_prefix_cache()
+    expected = engine.tokens([prompt], params)[0]
+    assert engine.llm.reset_prefix_cache()
+    add(engine, "one", prompt, params)
+    preemptions, preempt = [], preempting(engine, when)
+
+    def watch() -> None:
+        preempt()
+        preemptions.extend(request.num_preemptions for request in engine.scheduler.requests.values())
+
+    assert run(engine, watch)["one"] == expected and max(preemptions) == 1
+    engine.assert_empty()
+
+
+@architectures(only=("windows", "linear attention"))
+@pytest.mark.parametrize(
+    ("policy", "fields", "found"),
+    [
+        ("streaming_llm", {}, {"windows": 480, "linear attention": 448}),
+        ("keepkv", {"context_tokens": 400}, {"windows": 384, "linear attention": 320}),
+        ("snapkv", {"score_window": 200}, {"windows": 288, "linear attention": 256}),
+    ],
+)
+def test_what_a_request_finds_again(engine, name, policy, fields, found):
+    """Where a context is compressed, or its last queries are scored, the hit ends before them; the window there is
+    another one, and a state is kept for the next one."""
+    prompt, params = random_prompt(np.random.default_rng(8), 500), greedy(policy, budget=64, **fields)
+    assert engine.llm.reset_prefix_cache()
+    cold, warm = (engine.generate([prompt], params)[0] for _ in range(2))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, found[name])
+    assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
+    engine.assert_empty()

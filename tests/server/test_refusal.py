@@ -1,0 +1,69 @@
+"""Servers that do not compress, on a small application that echoes what reaches it: the field is refused, and every
+other body arrives as it came."""
+
+import asyncio
+import json
+from argparse import Namespace
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from vllm_kvmerge.engine.support import UnsupportedConfigError
+from vllm_kvmerge.server.refusal import refuse_field
+
+PIECES = [1, 7, 1 << 20]
+"""Bytes of a body that arrive at a time."""
+
+
+def app_of(additional_config: dict | None) -> FastAPI:
+    app = FastAPI()
+    app.state.args = Namespace(additional_config=additional_config)
+    refuse_field(app)
+
+    @app.post("/v1/completions")
+    async def echo(request: Request) -> Response:
+        return Response(await request.body())
+
+    return app
+
+
+def post(body: bytes, size: int, content_type: str = "application/json") -> httpx.Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), size):
+            yield body[start : start + size]
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app_of(None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/v1/completions", content=pieces(), headers={"content-type": content_type})
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize("size", PIECES)
+@pytest.mark.parametrize(
+    "body", [b'{"prompt":  "the field kv_compression"}', b'{"kv_compression": null}', b'{"kv_compression": ', b""]
+)
+def test_other_bodies_arrive_whole(body: bytes, size: int) -> None:
+    response = post(body, size)
+    assert (response.status_code, response.content) == (200, body)
+
+
+@pytest.mark.parametrize("size", PIECES)
+@pytest.mark.parametrize("body", [{"kv_compression": {}}, {"vllm_xargs": {"kv_compression": "{}"}}])
+def test_the_field_is_refused(body: dict, size: int) -> None:
+    response = post(json.dumps(body).encode(), size)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "kv_compression"
+    assert "--additional-config" in response.json()["error"]["message"]
+
+
+def test_forms_are_not_read() -> None:
+    assert post(b'{"kv_compression": {}}', 7, "text/plain").status_code == 200
+
+
+def test_a_server_that_is_asked_to_compress_is_not_started_so() -> None:
+    with pytest.raises(UnsupportedConfigError, match="allowed: vllm serve MODEL"):
+        app_of({"kvmerge": {}})
