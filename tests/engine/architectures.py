@@ -99,7 +99,8 @@ class Architecture:
 
     write: saves one. arguments: of the engine. masked: the same model in Transformers, None where it has none; chunk:
     in which layers attend that are neither full nor have a window. magnifies: policies whose answers magnify how
-    products round beside other requests. is_exact: whether what is computed again is rounded as before.
+    products round beside other requests. is_exact: whether what is computed again is rounded as before. thin: of how
+    many requests one runs, where requests of every kind run alone.
     """
 
     write: Callable[[Path], Path]
@@ -108,13 +109,14 @@ class Architecture:
     chunk: int | None = None
     magnifies: tuple[str, ...] = ()
     is_exact: bool = True
+    thin: int = 3
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
 GEMMA4 = {"kv_cache_memory_bytes": NUM_BLOCKS * NUM_FULL * 2 * 32 * (2 * 64 * 4 + 16)}
 
 ARCHITECTURES = {
-    "windows": Architecture(random_model.write_gemma),
+    "windows": Architecture(random_model.write_gemma, thin=1),
     "chunks": Architecture(random_model.write_llama4, chunk=CHUNK),
     "shared caches": Architecture(random_model.write_gemma3n),
     # As in Gemma 4 E2B: as many KV heads. Blocks of the layers with a window hold more tokens; the last layers read
@@ -140,6 +142,7 @@ ARCHITECTURES = {
         {"enable_prefix_caching": False},  # with it, vLLM's CPU build fails
         MaskedAttention,
         magnifies=("grkv",),
+        thin=1,
     ),
     # vLLM's CPU build has linear attention in bfloat16 alone, in which our operator of attention rounds otherwise.
     "linear attention": Architecture(
@@ -154,7 +157,7 @@ ARCHITECTURES = {
         marks=(needs_avx512_bf16,),
     ),
     # Without experts, which Transformers does not compute in float64.
-    "latents": Architecture(lambda folder: write_model(folder, "DeepSeek-V3", first_k_dense_replace=2)),
+    "latents": Architecture(lambda folder: write_model(folder, "DeepSeek-V3", first_k_dense_replace=2), thin=1),
 }
 
 

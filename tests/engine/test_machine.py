@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -18,7 +19,7 @@ from vllm.v1.request import Request
 
 from tests.engine.machine.driver import Driver
 from tests.engine.machine.machine import TEXTS, Machine
-from tests.engine.machine.setting import BLOCK_SIZE, MAX_MODEL_LEN, Setting, block_hasher
+from tests.engine.machine.setting import BLOCK_SIZE, MAX_MODEL_LEN, WINDOW, Setting, block_hasher
 
 pytestmark = pytest.mark.engine
 
@@ -112,8 +113,10 @@ def test_schedules_that_have_found_faults(of_seed):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(("has_windows", "decode"), [(False, "bounded"), (False, "grow"), (True, "bounded")])
 def test_a_preempted_request_that_has_outgrown_the_pool_goes_on(is_async, has_windows, decode):
-    """Its prompt and what it has generated are more tokens than the pool has slots."""
-    driver = Driver(Setting(num_blocks=24, is_async=is_async, has_windows=has_windows, step_tokens=16, max_seqs=2))
+    """Its prompt and what it has generated are more tokens than the pool has slots, and the prefix cache has no front
+    for it to begin with."""
+    small = Setting(num_blocks=24, has_prefix_cache=False, step_tokens=16, max_seqs=2)
+    driver = Driver(replace(small, is_async=is_async, has_windows=has_windows))
     fields = {"policy": "streaming_llm", "budget": 9, "num_sink_tokens": 1, "decode": decode}
     prompt = 44 if has_windows else 70
     name = driver.add(TEXTS[0][:prompt], 60, fields)
@@ -203,6 +206,34 @@ def test_who_waits_for_blocks_holds_no_room_outside_the_pool():
     first = driver.add(TEXTS[2][:16], 5, fields)
     driver.step()
     assert first in {request.request_id for request in driver.scheduler.running}
+    driver.finish()
+
+
+@pytest.mark.parametrize("num_free", [4, 5, 6])
+def test_a_turn_is_found_although_there_is_hardly_room_to_copy_its_last_block(num_free):
+    """Which must stay until it has been copied."""
+    driver = Driver(Setting())
+    fields = {"policy": "streaming_llm", "budget": 9, "num_sink_tokens": 1, "reuse": "turns"}
+    driver.add(TEXTS[0][:26], 4, fields)
+    driver.run_to_end()
+    ((said, *_),) = driver.texts
+    driver.add(TEXTS[1][:5], 3, None)
+    driver.step()
+    driver.pin(num_free)
+    driver.add(said + TEXTS[1][:2], 2, fields)
+    driver.step()
+    driver.finish()
+
+
+def test_windows_stay_where_a_repetition_begins():
+    """At the last full block of the context, which a step would pass by a token or two."""
+    driver = Driver(Setting(has_windows=True, step_tokens=22))
+    name = driver.add(TEXTS[0][:23], 2, {"policy": "kvzip", "budget": 9, "chunk_size": 11})
+    while not any("/" in one for one in driver.scheduler.requests):
+        assert driver.step()
+    (windows,), begins_at = driver.scheduler._manager.windows, 23 // BLOCK_SIZE * BLOCK_SIZE
+    first = (begins_at - WINDOW + 1) // BLOCK_SIZE
+    assert not any(block.is_null for block in windows.req_to_blocks[name][first:])
     driver.finish()
 
 

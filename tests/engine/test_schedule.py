@@ -6,6 +6,7 @@ import pytest
 
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontSize, Segments
 from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression
+from vllm_kvmerge.policies.allocators.pyramid import Pyramid
 from vllm_kvmerge.request.limits import Limits, ModelShape
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 
@@ -61,6 +62,19 @@ def test_where_some_layers_keep_everything_the_others_count():
     assert one.new_front(UNCOMPRESSED, 500).places == 500
     assert one.next_compression(Segments(500, 500)) == 500 + 32
     assert one.new_front(Segments(500, 500), 532).places == 532
+
+
+def test_a_layer_that_keeps_everything_has_a_page_for_its_last_entries():
+    """Sixteen blocks in one layer, and three in the other."""
+    config = parse_compression({"policy": "streaming_llm", "budget": 96, "skip_layers": 1})
+    one = RequestCompression.of(config, 500, 100, replace(LIMITS, head_pages=True))
+    assert one.new_front(UNCOMPRESSED, 500).num_blocks == 10
+
+
+@pytest.mark.parametrize("end", ["minimum", "maximum"])
+def test_a_pyramid_of_any_ratio_has_a_size(end):
+    one = compression("pyramidkv", ratio=Pyramid.model_json_schema()["properties"]["ratio"][end])
+    assert one.capacity is not None and 96 <= one.capacity <= 2 * 96
 
 
 def test_cached_tokens_end_where_queries_are_needed():

@@ -263,7 +263,7 @@ def test_context_of_a_question_agnostic_run() -> None:
     context = "remember fiso 1953."
     assert context_tokens(context, " recall fiso") == len(tokenizer.encode(context))
     # "recallfiso" is one unknown word: the context shares its last token with the question, which gets it.
-    assert context_tokens(f"{context} recall", "fiso") == len(tokenizer.encode(context))
+    assert context_tokens(f"{context} recall", "fiso one two") == len(tokenizer.encode(context))
     assert context_tokens("remember fiso 1953.", "") is None
 
 

@@ -10,6 +10,7 @@ below build/mutants. Run it again to go on after an interruption; ``--again`` ru
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,11 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha1
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -30,10 +33,10 @@ from tests.mutants.reach import FOLDER, instrumented, noted
 from tests.mutants.table import ROOT, Mutant, mutants
 
 BUILD = ROOT / "build" / "mutants"
-QUICK_SECONDS = 30.0
+QUICK_SECONDS = 10.0
 """Of tests that run in a first process: most mutants are found by one of them, before others have imported vLLM."""
-LIMIT_SECONDS = 1800.0
-"""Of a process of tests. One that takes longer has found that the product hangs."""
+LIMIT_SECONDS = 7200.0
+"""Of a process of tests; a test that hangs ends before that."""
 NATIVE = "vllm_kvmerge/ops/_native.so"
 
 
@@ -91,19 +94,28 @@ def measure_reach(jobs: int, paths: list[str]) -> dict[str, dict[str, float]]:
     }
 
 
-def run(mutant: Mutant, folder: Path, tests: dict[str, float]) -> dict:
-    """Plants a mutant in a copy and runs tests until one fails."""
+def run(
+    mutant: Mutant, folder: Path, tests: dict[str, float], seconds: float = math.inf, reached: Mapping[str, int] = {}
+) -> dict | None:
+    """Plants a mutant in a copy and runs tests until one fails.
+
+    seconds: of tests, at most. reached: by test, how many symbols it reaches. None: none has failed in that time, of
+    those that there are.
+    """
     path, start = folder / mutant.path, time.monotonic()
     source = path.read_text()
     path.write_text(mutant.plant(source))
     try:
         if mutant.is_native:
             build(folder)
-        found = next(filter(None, (first_failure(folder, some) for some in stages(tests))), None)
+        some = first(tests, seconds, reached)
+        found = next(filter(None, (first_failure(folder, stage) for stage in stages(some))), None)
     finally:
         path.write_text(source)
         if mutant.is_native:
             shutil.copy2(ROOT / NATIVE, folder / NATIVE)
+    if not found and len(some) < len(tests):
+        return None
     return {"found_by": found, "seconds": round(time.monotonic() - start), "tests": len(tests)}
 
 
@@ -113,13 +125,18 @@ def build(folder: Path) -> None:
     )
 
 
+def first(tests: dict[str, float], seconds: float, reached: Mapping[str, int]) -> dict[str, float]:
+    """Those that take little and reach few symbols, as many as take so long together, in the order of both."""
+    ordered = sorted(tests, key=lambda test: tests[test] * reached.get(test, 1))
+    total = accumulate(tests[test] for test in ordered)
+    return {test: tests[test] for test, until in zip(ordered, total, strict=True) if until < seconds}
+
+
 def stages(tests: dict[str, float]) -> Iterable[list[str]]:
-    """Tests in the order of their time: first those of ``QUICK_SECONDS``, then the others."""
-    ordered = sorted(tests, key=lambda test: tests[test])
-    quick, total = 0, 0.0
-    while quick < len(ordered) and (total := total + tests[ordered[quick]]) < QUICK_SECONDS:
-        quick += 1
-    return filter(None, [ordered[:quick], ordered[quick:]])
+    """Tests in their order: first those of ``QUICK_SECONDS``, then the others."""
+    until = list(accumulate(tests.values()))
+    quick = sum(end < QUICK_SECONDS for end in until)
+    return filter(None, [list(tests)[:quick], list(tests)[quick:]])
 
 
 def first_failure(folder: Path, tests: list[str]) -> str | None:
@@ -154,7 +171,7 @@ def first_failure(folder: Path, tests: list[str]) -> str | None:
         try:
             status = process.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
-            status = -1
+            raise RuntimeError(f"{tests} take too long: {log}") from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -194,6 +211,9 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="of tests for each; what is not found stays to be run"
+    )
     parser.add_argument("--reach", nargs="+", metavar="PATH")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
@@ -217,6 +237,7 @@ def main() -> None:
     if args.reach:
         return
     known = {test: seconds for tests in reach.values() for test, seconds in tests.items()}
+    reached = Counter(test for tests in reach.values() for test in tests)
     done = results()
     waiting = [
         mutant
@@ -233,9 +254,12 @@ def main() -> None:
         folder = copies.get()
         try:
             tests = {test: known.get(test, 1.0) for test in mutant.tests} or reach[mutant.symbol]
-            one = {"key": key(mutant), "fault": mutant.fault} | (
-                run(mutant, folder, tests) if tests else {"found_by": None, "seconds": 0, "tests": 0}
-            )
+            nothing = {"found_by": None, "seconds": 0, "tests": 0}
+            found = run(mutant, folder, tests, args.seconds, reached) if tests else nothing
+            if found is None:
+                print(f"        {mutant.fault}: not found in {args.seconds:.0f} s of tests", flush=True)
+                return
+            one = {"key": key(mutant), "fault": mutant.fault} | found
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:  # it stays to be run
             print(f"        {mutant.fault}: {error}", flush=True)
             return

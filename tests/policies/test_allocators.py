@@ -380,6 +380,13 @@ def test_two_workers_do_what_one_does(parts):
     assert_same(stack_rows(halves), whole)
 
 
+def test_adaptive_leaves_each_head_what_its_selector_protects():
+    entries, allocator = uneven(random_entries(0, num_heads=4, n=60)), Adaptive(floor_share=0.2)
+    context, mass = context_of(entries, allocator, 16, min_budget=8), attention_mass(SumTracker(), entries)
+    budgets = allocator.head_budgets(entries, mass, context).tolist()
+    assert min(budgets) == 8 and sum(budgets) == 4 * 16
+
+
 def test_groups_of_heads_get_their_own_context():
     seen = []
 
@@ -395,6 +402,7 @@ def test_groups_of_heads_get_their_own_context():
     weights = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 2, 5, 8)
     policy = policy_of(Adaptive(), Spy())
     context = context_of(entries, Adaptive(), 10, queries=newest_queries(vectors, 40), output_weights=weights)
+    assert torch.equal(context.of_rows([0, 2]).output_weights, weights[[0, 2]])
     for indices, num_workers in (([0, 1, 2], 1), ([4, 5, 6], 3)):
         seen.clear()
         policy.compress(entries, as_worker(context, indices, lambda tensor: torch.cat([tensor] * num_workers)))  # noqa: B023

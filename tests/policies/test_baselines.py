@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -508,6 +508,7 @@ def test_d2o_merges_a_single_evicted_entry():
 
 @examples(60)
 @given(sizes, st.sampled_from([-1.0, 0.0, 0.4]), st.booleans())
+@example((0, 2, 20, 3, 30), 0.0, False)
 def test_kvmerger(size, threshold, prior_votes):
     entries, budget = sample(size, 4)
     entries = voted(entries, size[0]) if prior_votes else entries

@@ -43,7 +43,7 @@ from vllm_kvmerge.policies.selectors import (
     Tova,
     WindowTopK,
 )
-from vllm_kvmerge.policies.trackers import LogEmaTracker, NoTracker, SumTracker
+from vllm_kvmerge.policies.trackers import LogEmaTracker, NoTracker, ReconstructionTracker, SumTracker
 
 SELECTOR_EXAMPLES = (
     Recent(),
@@ -315,6 +315,17 @@ def test_prompt_windows():
         scores_prompt = tracker.mode != ScoreMode.NONE or tracker.predicts_scores
         assert (tracker().prompt_window != 0) == scores_prompt
     assert TRACKERS["mean"](score_window="all").prompt_window == "all"
+
+
+@pytest.mark.parametrize(("normalized", "largest"), [(False, 1.0), (True, 100.0)])
+def test_the_first_tokens_of_a_repeated_context_have_the_largest_score(normalized, largest):
+    """Where scores are weighed, others may exceed 1."""
+    tracker = ReconstructionTracker(num_prefix_tokens=3, normalized=normalized)
+    entries = random_entries(0)
+    entries.scores *= largest / entries.scores.max()
+    importance, first = tracker.importance(entries), entries.positions < 3
+    assert (importance[first] >= largest).all()
+    assert torch.equal(importance[~first], entries.scores[~first])
 
 
 def test_the_tracker_follows_the_other_parts():

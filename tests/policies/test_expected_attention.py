@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.policies.sampling import newest_queries, random_entries, rope
+from tests.policies.test_allocators import on_two_workers
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.allocators import Adaptive, Threshold
 from vllm_kvmerge.policies.errors import PartError
@@ -123,3 +124,18 @@ def test_allocators_compare_the_scores_of_all_heads(allocator):
         wanted = (shares >= best).sum(1)
         assert (wanted >= floor).all() and budgets == wanted.tolist()
     assert budgets[0] < min(budgets[1:])
+
+
+def test_scores_are_compared_with_those_of_other_workers_heads():
+    """So that a threshold leaves each head as many entries, however many workers there are."""
+    entries, context = scene()
+    entries.values.mul_(torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1))
+    parts = {"selector": ExpectedAttention(), "merger": DropMerger(), "allocator": Threshold(threshold=0.012)}
+    policy = CompressionPolicy(tracker=NoTracker(), **parts)
+    context = replace(context, capacity=TOKENS)
+
+    def budgets(some: Entries, own: CompressionContext) -> list[int]:
+        return policy.head_budgets(some, replace(own, queries=context.queries.of_rows(own.heads.indices)))
+
+    first, others = on_two_workers(budgets, entries, context, 1)
+    assert first + others == policy.head_budgets(entries, context)

@@ -80,6 +80,16 @@ def test_is_algorithm_1(seed, num_heads, num_groups, n, fusion, data):
     assert kept_positions(result) == expected
 
 
+@pytest.mark.parametrize(("window", "voting"), [(4, 10), (8, 3)])
+def test_distant_entries_are_those_before_the_window_however_many_queries_vote(window, voting):
+    entries = random_entries(0, 2, 24, dtype=torch.float64)
+    queries = 2 * torch.randn(2, 2, 12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    context = with_queries(CompressionContext.of_layer(entries, 14, 24, at_prompt_end=False), queries)
+    parts = policy(recent_window=window, voting_queries=voting, softmax_over="distant")
+    expected = [brute_force(entries, context, head, parts.selector) for head in range(2)]
+    assert kept_positions(parts.compress(entries, context).entries) == expected
+
+
 def test_groups_of_queries_change_nothing(monkeypatch):
     entries = random_entries(3, 2, 40)
     queries = torch.randn(2, 3, 12, 8, generator=torch.Generator().manual_seed(3))

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,16 +149,19 @@ def test_decoding_200_steps_keeps_size_and_counts_tokens():
         assert_uncompressed_gain(stream.take(torch.arange(seen).expand(num_heads, -1)), entries, query)
 
 
-def test_slots_in_excess_join_with_their_weight():
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+def test_slots_in_excess_join_with_their_weight(weight):
+    """However large their scores are."""
     entries = random_entries(0, num_heads=2, n=20, dtype=torch.float64)
-    entries.aux[:, :6] = 4.0
-    entries.log_votes[:, :6] = 0.6 * math.log(4.0)
+    entries.aux[:, :6] = weight
+    entries.log_votes[:, :6] = 0.6 * math.log(weight)
+    entries.scores[:, :6] += 10.0
     result = policy(recent=2, residual_share=0.2).compress(
         entries, CompressionContext.of_layer(entries, 10, 20, at_prompt_end=False)
     )
     assert_sound(result.entries, 10)
     assert (result.entries.aux >= 1).sum(1).tolist() == [2, 2]
-    assert result.entries.aux.clamp(min=1).sum(1).tolist() == [14 + 24, 14 + 24]
+    assert result.entries.aux.clamp(min=1).sum(1).tolist() == [14 + 6 * weight] * 2
 
 
 def test_without_dead_entries_all_heads_use_all_slots():

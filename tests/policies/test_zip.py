@@ -458,6 +458,16 @@ def test_further_passes_merge_pairs_that_the_first_does_not_compare():
     assert [left(9, budget) for budget in (4, 5)] == [4, 5]
 
 
+@pytest.mark.parametrize("mode", ["scale", "votes"])
+def test_further_passes_leave_the_output_unchanged_for_exact_scores(mode):
+    entries, query = scored_entries(0, 2, 40)
+    nothing = torch.zeros_like(entries.is_live)
+    merger = ZipMerger(merge_threshold=-1.0, merge_passes=9, zip_mode=mode)
+    update = merger.before_selection(entries, TRACKER.importance(entries), nothing, context_of(entries, 3))
+    assert (update.merged == 37).all()
+    torch.testing.assert_close(attend(update.apply(entries), query), attend(entries, query), rtol=1e-7, atol=1e-7)
+
+
 @examples(5)
 @given(SEEDS, st.integers(3, 8))
 def test_enough_passes_leave_no_similar_pair(seed, n):

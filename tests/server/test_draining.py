@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
@@ -75,6 +75,27 @@ def test_the_engine_stops_when_all_have_been_answered():
         go_on.set()
         poster.join(60)
         assert answered == ["whole"] if waits else "has been stopped" in answered[0]
+
+
+def test_a_stream_that_is_cut_off_ends_with_an_error():
+    begun, answered = threading.Event(), []
+
+    async def events():
+        yield "data: 1\n\n"
+        begun.set()
+        await asyncio.Event().wait()
+
+    app = app_with(lambda _: StreamingResponse(events(), media_type="text/event-stream"))
+    engine = SimpleNamespace(shutdown=lambda timeout: None)
+    drain_first(engine, app.state)
+    poster = threading.Thread(target=lambda: answered.append(TestClient(app).post("/v1/completions").text))
+    poster.start()
+    assert begun.wait(60)
+    engine.shutdown(timeout=0)
+    poster.join(60)
+    (text,) = answered
+    first, error, last, _ = text.split("\n\n")
+    assert (first, last) == ("data: 1", "data: [DONE]") and "has been stopped" in error
 
 
 def test_the_thread_that_answers_does_not_wait_for_itself():

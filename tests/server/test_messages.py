@@ -149,9 +149,8 @@ def test_more_messages_than_the_chat_has_are_refused(messages):
 
 
 def test_neighbours_and_ranges_are_joined():
-    assert located(TURNS, {"messages": [0, 1], "tokens": [[3, 9], [80, 85]]})[0][0] == (
-        "<system>words of 0</><user>words of 1</>"
-    )
+    texts, _ = located(TURNS, {"messages": [0, 1], "tokens": [[3, 9], [80, 85]]})
+    assert texts == ["<system>words of 0</><user>words of 1</>", "</>"]
     asked: list[dict[str, Any]] = []
     request = {"messages": MESSAGES, "model": "m", "tools": "t", "temperature": 0.5}
     locate_by({"protect": {"messages": [1, "user", 2]}}, request, asked=asked)

@@ -54,6 +54,7 @@ def test_reads_are_those_of_the_dense_entries(dtype, heads):
     hidden = dense.positions % 3 == 0
     view, expected = paged.without(hidden), dense.without(hidden)
     assert torch.equal(view.is_live, expected.is_live) and torch.equal(view.log_votes, expected.log_votes)
+    assert torch.equal(expected.is_live, dense.is_live & ~hidden)
     assert torch.equal(view.keys_at(some), dense.keys_at(some))
     assert torch.equal(paged.is_live, dense.is_live)
 
