@@ -31,6 +31,7 @@ from queue import SimpleQueue
 from tests.mutants.plugin import CHOSEN, LAST
 from tests.mutants.reach import FOLDER, instrumented, noted
 from tests.mutants.table import ROOT, Mutant, mutants
+from tests.vllm_library import HAS_AVX512
 
 BUILD = ROOT / "build" / "mutants"
 QUICK_SECONDS = 10.0
@@ -191,6 +192,11 @@ def results() -> dict[str, dict]:
     return {one["key"]: one for one in map(json.loads, lines)}
 
 
+def missing(mutant: Mutant) -> str:
+    """What this processor lacks that the fault needs."""
+    return "needs AVX-512" if mutant.needs and not HAS_AVX512 else ""
+
+
 def table() -> str:
     """Of all mutants, as Markdown."""
     done, lines, group = results(), [], ""
@@ -199,10 +205,9 @@ def table() -> str:
             group = mutant.group
             lines += ["", f"**{group}**", "", "| fault | in | found by |", "|---|---|---|"]
         one = done.get(key(mutant))
-        found = "not run" if one is None else f"`{one['found_by']}`" if one["found_by"] else "**nothing**"
-        lines.append(
-            f"| {mutant.fault} | `{mutant.symbol.removeprefix('vllm_kvmerge.')}` | {found.replace('|', ' ')} |"
-        )
+        found = (one and one["found_by"] and f"`{one['found_by']}`") or ("**nothing**" if one else missing(mutant))
+        found = (found or "not run").replace("|", " ")
+        lines.append(f"| {mutant.fault} | `{mutant.symbol.removeprefix('vllm_kvmerge.')}` | {found} |")
     return "\n".join(lines)
 
 
@@ -243,6 +248,7 @@ def main() -> None:
         mutant
         for mutant in mutants()
         if not args.words or any(word in f"{mutant.fault} {mutant.symbol} {mutant.group}" for word in args.words)
+        if not missing(mutant)
         if key(mutant) not in done or (args.again and not done[key(mutant)]["found_by"])
     ]
     copies: SimpleQueue[Path] = SimpleQueue()
@@ -271,8 +277,9 @@ def main() -> None:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(work, waiting))
-    survivors = [mutant.fault for mutant in mutants() if not results().get(key(mutant), {}).get("found_by")]
-    print(f"{len(mutants()) - len(survivors)} of {len(mutants())} mutants are found")
+    tried = [mutant for mutant in mutants() if not missing(mutant)]
+    survivors = [mutant.fault for mutant in tried if not results().get(key(mutant), {}).get("found_by")]
+    print(f"{len(tried) - len(survivors)} of {len(tried)} mutants are found, {len(mutants()) - len(tried)} not tried")
     sys.exit(bool(survivors))
 
 

@@ -9,6 +9,7 @@ lines elsewhere. ``tests/mutants/*.yaml`` lists them:
   new: what takes its place
   tests: those that are to find it (default: all that reach the symbol)
   row: of the record of defects in docs/reliability.md whose fix this reverses
+  needs: avx512, without which nothing can find it (default: nothing)
 """
 
 import ast
@@ -33,6 +34,7 @@ class Mutant:
     old: str = ""
     tests: tuple[str, ...] = ()
     row: int | None = None
+    needs: str = ""
     group: str = ""
 
     @property
