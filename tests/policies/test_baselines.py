@@ -482,25 +482,6 @@ def assert_position(
     assert result.positions[head, slot] == (own if fixed else newest)
 
 
-def test_d2o_keeps_its_threshold_through_compressions():
-    policy = built(replace(PRESETS["d2o"], selector="h2o", defaults={}))
-    stream = random_entries(0, num_heads=2, n=100)
-    stream.positions.copy_(torch.arange(100))
-    entries = stream.take(torch.arange(60).expand(2, -1))
-    entries = policy.compress(entries, CompressionContext.of_layer(entries, 20, 60, at_prompt_end=True)).entries
-    thresholds = [entries.aux[:, :1]]
-    for seen in range(70, 101, 10):
-        entries = concatenate(entries, stream.take(torch.arange(seen - 10, seen).expand(2, -1)))
-        entries = policy.compress(entries, CompressionContext.of_layer(entries, 20, seen, at_prompt_end=False)).entries
-        assert (entries.aux == entries.aux[:, :1]).all()
-        thresholds.append(entries.aux[:, :1])
-    history = torch.cat(thresholds, dim=1) - 2.0
-    assert (history.diff(dim=1) != 0).all() and (history.abs() < 1).all()
-    # Nothing merged and nothing evicted: the threshold stays.
-    same = policy.compress(entries, CompressionContext.of_layer(entries, 20, 100, at_prompt_end=False)).entries
-    assert torch.equal(same.aux, entries.aux)
-
-
 def test_d2o_merges_a_single_evicted_entry():
     entries = random_entries(5, num_heads=3, n=11)
     assert merge(D2OMerger(), entries, 10)[2] == 3
