@@ -25,6 +25,7 @@ from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionError, parse_compression
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_FULL, MAX_TOKENS = 32, 400, 2, 24
@@ -232,9 +233,17 @@ def num_taken(engine: Engine) -> int:
     return engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks()
 
 
-def block_size(engine: Engine) -> int:
-    """Tokens of the longest blocks, at whose ends hits in the prefix cache end."""
-    return max(manager.block_size for manager in engine.scheduler._managers)
+def hit(engine: Engine, num_tokens: int) -> int:
+    """How many of so many tokens that have been computed are found in the prefix cache, if there is one: those of the
+    longest blocks that they fill."""
+    if not limits_of(engine).has_prefix_cache:
+        return 0
+    size = max(manager.block_size for manager in engine.scheduler._managers)
+    return num_tokens // size * size
+
+
+def limits_of(engine: Engine) -> Limits:
+    return request_limits(engine.llm.llm_engine.vllm_config)
 
 
 def asked() -> list[dict[str, Any]]:
@@ -260,7 +269,7 @@ def asked() -> list[dict[str, Any]]:
 
 def jobs(engine: Engine) -> list[Job]:
     """Plain requests, and requests of every kind that the model is not refused."""
-    limits = request_limits(engine.llm.llm_engine.vllm_config)
+    limits = limits_of(engine)
     rng = np.random.default_rng(3)
     shared = random_prompt(rng, 400)
     told = [(random_prompt(rng, length), greedy(max_tokens=40)) for length in (200, 60, 330)]

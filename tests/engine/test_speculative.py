@@ -60,8 +60,10 @@ def with_drafts() -> Iterator[None]:
         for name, value in THREADS.items():
             patch.setenv(name, value)
         forget_numba()
-        yield
-        forget_numba()
+        try:
+            yield
+        finally:
+            forget_numba()
 
 
 def forget_numba() -> None:

@@ -228,11 +228,11 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     path = BUILD / "reach.json"
     reach = json.loads(path.read_text()) if path.exists() else {}
-    missing = {one.symbol for one in mutants() if not one.tests} - reach.keys()
-    if missing or args.reach:
-        paths = [] if missing else args.reach
+    unmeasured = {one.symbol for one in mutants() if not one.tests} - reach.keys()
+    if unmeasured or args.reach:
+        paths = [] if unmeasured else args.reach
         print(f"measuring which symbols are reached by the tests of {', '.join(paths) or 'the fast layer'}", flush=True)
-        reach = dict.fromkeys(sorted(missing), {}) | {
+        reach = dict.fromkeys(sorted(unmeasured), {}) | {
             symbol: {test: seconds for test, seconds in tests.items() if paths and not test.startswith(tuple(paths))}
             for symbol, tests in reach.items()
         }

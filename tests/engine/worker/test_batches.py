@@ -226,16 +226,16 @@ def test_what_takes_too_long_for_a_step_is_left(policy):
 
 
 def test_plans_of_different_shapes_and_policies_in_one_step():
-    workers = [Worker("h2o", (150, 170, 150)) for _ in range(2)]
+    workers = [Worker("h2o", (150, 170, 150, 150)) for _ in range(2)]
     steps = []
     for worker in workers:
-        worker.compactor.run(worker.first[:1])
+        worker.compactor.run([worker.first[0], worker.first[3]])
         streaming = parse_compression({"policy": "streaming_llm", "budget": 50}).policy
-        steps.append([worker.second[0], replace(worker.first[1], policy=streaming), worker.first[2]])
+        steps.append([worker.second[0], replace(worker.first[1], policy=streaming), worker.first[2], worker.second[3]])
     together = workers[0].compactor.run(steps[0])
     assert together == [workers[1].compactor.run([one])[0] for one in steps[1]]
     assert torch.equal(workers[0].bytes, workers[1].bytes)
-    assert [sum(count) for count in together] == [count * NUM_LAYERS * NUM_HEADS for count in (16, 120, 100)]
+    assert [sum(count) for count in together] == [count * NUM_LAYERS * NUM_HEADS for count in (16, 120, 100, 16)]
 
 
 @pytest.mark.parametrize("policy", ["adakv", "kvzip", "kvzap", "d2o", "h2o"])
