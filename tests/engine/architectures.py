@@ -1,8 +1,6 @@
 """Models of each kind of layers, the engines that run them, and what must hold of all: see ``test_architectures``."""
 
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,14 +12,14 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests import preloaded, random_model
-from tests.engine.conftest import Engine, live_entries, preempting, random_prompt, run
+from tests import random_model
+from tests.engine.conftest import Engine, engine_with, in_a_process, live_entries, preempting, random_prompt, run
 from tests.engine.test_plain import STOCK
 from tests.models.architectures import write_model
 from tests.presets import SMALL
 from tests.random_model import CHUNK, WINDOW
 from tests.vllm_library import needs_avx512_bf16
-from vllm_kvmerge import compression, kvmerge_engine_args
+from vllm_kvmerge import compression
 from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 from vllm_kvmerge.policies import PRESETS
@@ -197,13 +195,8 @@ def arguments(folder: Path, **others: Any) -> dict[str, Any]:
 
 @contextmanager
 def running(folder: Path, **others: Any) -> Iterator[Engine]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    others = {"logits_processors": [ForcedContinuation]} | others
-    llm = LLM(**kvmerge_engine_args(**arguments(folder, **others)))
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
+    with engine_with(**arguments(folder, **{"logits_processors": [ForcedContinuation]} | others)) as engine:
+        yield engine
 
 
 def prompts_of_many_lengths() -> list[list[int]]:
@@ -212,21 +205,14 @@ def prompts_of_many_lengths() -> list[list[int]]:
 
 
 def stock(folder: Path, **others: Any) -> list[list[int]]:
-    """Tokens from stock vLLM, in a process of its own into which no plugin is loaded."""
-    job = json.dumps([arguments(folder, **others), prompts_of_many_lengths(), MAX_TOKENS])
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.split("TOKENS", 1)[1])
+    """Tokens from stock vLLM."""
+    job = [arguments(folder, **others), prompts_of_many_lengths(), MAX_TOKENS]
+    return in_a_process(["-c", STOCK], job, is_stock=True)[0]
 
 
 def greedy(policy: str | None = None, max_tokens: int = MAX_TOKENS, **fields: Any) -> SamplingParams:
     extra = compression(policy, **SMALL.get(policy, {}) | fields) if policy else None
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-
-
-def add(engine: Engine, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-    engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
 
 def num_taken(engine: Engine) -> int:
@@ -304,7 +290,7 @@ def check_company_and_preemption(engine: Engine, told: list[Job], when: int | No
     assert together == [engine.tokens([prompt], params)[0] for prompt, params in told]
     if when is not None:
         for index, (prompt, params) in enumerate(told):
-            add(engine, str(index), prompt, params)
+            engine.add(str(index), prompt, params)
         preempted = run(engine, preempting(engine, when))
         assert [preempted[str(index)] for index in range(len(told))] == together
         engine.assert_empty()
@@ -318,7 +304,7 @@ def check_budgets(engine: Engine, policies: list[str], num_tokens: int) -> None:
     rng = np.random.default_rng(12)
     for policy in policies:
         params = greedy(policy, num_tokens, budget=budget, interval=interval, decode="bounded")
-        add(engine, policy, random_prompt(rng, 300), params)
+        engine.add(policy, random_prompt(rng, 300), params)
     sizes: dict[str, list[float]] = {policy: [] for policy in policies}
 
     def watch() -> None:

@@ -1,16 +1,19 @@
 """One engine inside the test process, small enough in memory that requests compete for blocks."""
 
+import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from tests import preloaded
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.spread import AtOnce
 from vllm_kvmerge import demo
@@ -50,6 +53,10 @@ class Engine:
         # What is spread over steps, and so what runs beside what, must not depend on the machine: nothing is, unless a
         # test asks for it.
         self.scheduler._pace = AtOnce(1)
+
+    def add(self, request_id: str, prompt: list[int], params, **more: str) -> None:
+        """More: of the prompt, as ``cache_salt``."""
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt, **more}, params)
 
     def generate(self, prompts: list[list[int]], params) -> list:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -105,24 +112,45 @@ class Engine:
         assert set(self.compression.states) <= self.scheduler.finished_req_ids
 
 
-@pytest.fixture(scope="session")
-def engine() -> Iterator[Engine]:
+@contextmanager
+def engine_with(**arguments: Any) -> Iterator[Engine]:
+    """An engine in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     from vllm_kvmerge import kvmerge_engine_args
+
+    llm = LLM(**kvmerge_engine_args(**arguments))
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
     from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 
-    llm = LLM(
-        **kvmerge_engine_args(
-            **engine_arguments(),
-            kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK,
-            additional_config={"kvmerge": {"kvzap": demo.kvzap_path()}},
-            logits_processors=[ForcedContinuation],
-        )
-    )
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
+    with engine_with(
+        **engine_arguments(),
+        kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK,
+        additional_config={"kvmerge": {"kvzap": demo.kvzap_path()}},
+        logits_processors=[ForcedContinuation],
+    ) as engine:
+        yield engine
+
+
+def in_a_process(words: list[str], job: Any, is_stock: bool = False, timeout: float = 500, **variables: str) -> Any:
+    """What a program in a process of its own prints as JSON behind FOUND; job: JSON of its standard input.
+
+    is_stock: no plugin is loaded there. Our modules may have been imported: ``test_compat`` shows that it changes
+    nothing.
+    """
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | variables
+    environment |= {"VLLM_PLUGINS": ""} if is_stock else {}
+    done = preloaded.run([sys.executable, *words], input=json.dumps(job), env=environment, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("FOUND", 1)[1].splitlines()[0])
 
 
 def run(engine, watch=lambda: None) -> dict[str, list[int]]:

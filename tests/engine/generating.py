@@ -5,11 +5,10 @@ and prints what each run gave.
 """
 
 import json
-import os
 import sys
 from typing import Any
 
-from tests import preloaded
+from tests.engine.conftest import in_a_process
 
 BUDGET, MAX_TOKENS = 64, 40
 
@@ -18,12 +17,7 @@ def generate(
     arguments: dict[str, Any], prompts: list[list[int]], runs: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
     """tokens: of requests without a policy. runs: of each run each request's (tokens, report). leaked: blocks."""
-    stock = {"VLLM_PLUGINS": ""} if runs is None else {}
-    environment = os.environ | stock | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    job = json.dumps([arguments, prompts, runs])
-    done = preloaded.run([sys.executable, "-m", __name__], input=job, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.split("FOUND", 1)[1])
+    found: dict[str, Any] = in_a_process(["-m", __name__], [arguments, prompts, runs], is_stock=runs is None)
     return found
 
 

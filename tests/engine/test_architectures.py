@@ -14,7 +14,6 @@ from tests.engine.architectures import (
     BLOCK_SIZE,
     MAX_TOKENS,
     Architecture,
-    add,
     architectures,
     arguments,
     check_budgets,
@@ -213,7 +212,7 @@ def test_drafts_change_no_request(folder, engine):
         assert 0 < accepted < drafted
         drafting.assert_empty()
         for index, (prompt, one) in enumerate(told):
-            add(drafting, str(index), prompt, one)
+            drafting.add(str(index), prompt, one)
         preempted = run(drafting, preempting(drafting, 12))
         assert [preempted[str(index)] for index in range(len(expected))] == expected
         # Of what follows drafts, exact blocks alone are in the prefix cache.
@@ -304,7 +303,7 @@ def test_what_is_refused(engine, name):
 def test_queries_of_the_caches_own_layer_alone_count(engine):
     """keepkv's second statistic counts the queries that have met an entry."""
     assert len(engine.compression.compactor.layers) == 2 and len(engine.compression.layers) == 8
-    add(engine, "one", random_prompt(np.random.default_rng(1), 200), greedy("keepkv", 40, budget=64, interval=100))
+    engine.add("one", random_prompt(np.random.default_rng(1), 200), greedy("keepkv", 40, budget=64, interval=100))
     seen = []
 
     def watch():
@@ -348,7 +347,7 @@ def test_what_a_request_with_states_holds(engine, architecture):
     newest tokens take."""
     assert engine.llm.reset_prefix_cache()
     taken: list[int] = []
-    add(engine, "one", random_prompt(np.random.default_rng(3), 700), greedy("h2o", 200, budget=64, interval=16))
+    engine.add("one", random_prompt(np.random.default_rng(3), 700), greedy("h2o", 200, budget=64, interval=16))
     run(engine, lambda: taken.append(num_taken(engine)))
     states = 2 if "enable_prefix_caching" in architecture.arguments else 4
     assert max(taken[4:-1]) <= states + 1 + 2 < 700 // engine.manager.block_size
@@ -373,7 +372,7 @@ def test_a_request_that_is_preempted_while_it_reads(engine, policy, fields, when
     assert engine.llm.reset_prefix_cache()
     expected = engine.tokens([prompt], params)[0]
     assert engine.llm.reset_prefix_cache()
-    add(engine, "one", prompt, params)
+    engine.add("one", prompt, params)
     preemptions, preempt = [], preempting(engine, when)
 
     def watch() -> None:

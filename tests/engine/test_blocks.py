@@ -26,15 +26,11 @@ def run_steps(engine, watch) -> None:
         watch()
 
 
-def add(engine, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-    engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_usage_drops_to_the_budget_after_the_prompt(engine, policy):
     prompt = random_prompt(np.random.default_rng(5), 3000)
     assert engine.llm.reset_prefix_cache()
-    add(engine, "long", prompt, greedy(70, policy, budget=256))
+    engine.add("long", prompt, greedy(70, policy, budget=256))
     held, live = [], []
 
     def watch():
@@ -63,7 +59,7 @@ def test_layers_that_are_skipped_keep_every_token(engine):
     """MorphKV appendix A.6: the first layer holds all, the others the budget; generation goes on as in its solo run."""
     prompt = random_prompt(np.random.default_rng(13), 500)
     runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    add(engine, "skipping", prompt, greedy(100, "morphkv", budget=64, interval=8, skip_layers=1))
+    engine.add("skipping", prompt, greedy(100, "morphkv", budget=64, interval=8, skip_layers=1))
     fronts = set()
 
     def watch():
@@ -120,7 +116,7 @@ def test_eight_compressed_requests_share_a_pool_of_two(engine):
     length, num_tokens, num_blocks = 1000, 60, 95
     assert num_blocks < 3 * -(-(length + num_tokens) // 32)
     for i in range(8):
-        add(engine, f"r{i}", random_prompt(rng, length), greedy(num_tokens, "keepkv", budget=96))
+        engine.add(f"r{i}", random_prompt(rng, length), greedy(num_tokens, "keepkv", budget=96))
     running, preempted = [], []
 
     def watch():
@@ -145,9 +141,9 @@ def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
     outputs: dict[str, list[int]] = {}
     plain = [random_prompt(rng, 300) for _ in range(3)]
     for i, prompt in enumerate(plain):  # these only grow, and push the others out
-        add(engine, f"plain{i}", prompt, greedy(200))
+        engine.add(f"plain{i}", prompt, greedy(200))
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        add(engine, f"r{i}", prompt, p)
+        engine.add(f"r{i}", prompt, p)
     with engine.with_blocks(70):
         while engine.llm.llm_engine.has_unfinished_requests():
             for request in engine.scheduler.requests.values():
@@ -164,9 +160,9 @@ def test_a_prompt_that_fills_the_pool_is_compressed_in_place(engine):
     """No room for a copy: the prompt's blocks lose their hash, and the request goes on."""
     rng = np.random.default_rng(9)
     assert engine.llm.reset_prefix_cache()
-    add(engine, "plain", random_prompt(rng, 3500), greedy(6))
+    engine.add("plain", random_prompt(rng, 3500), greedy(6))
     num_left = engine.pool.num_gpu_blocks - 1 - 110
-    add(engine, "full", random_prompt(rng, num_left * 32 - 1), greedy(8, "keepkv", budget=1000))
+    engine.add("full", random_prompt(rng, num_left * 32 - 1), greedy(8, "keepkv", budget=1000))
     least = engine.pool.num_gpu_blocks
 
     def watch():
@@ -189,7 +185,7 @@ def test_requests_that_share_everything_in_a_full_pool_do_not_wait_for_each_othe
     taken = engine.pool.get_new_blocks(engine.pool.num_gpu_blocks - 1 - 115)
     try:
         for name in "01":
-            add(engine, name, prompt, params)
+            engine.add(name, prompt, params)
         for _ in range(100):
             if not engine.llm.llm_engine.has_unfinished_requests():
                 break

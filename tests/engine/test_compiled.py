@@ -1,14 +1,9 @@
 """Without ``enforce_eager`` vLLM compiles the model with torch.compile; attention stays an opaque operator in it."""
 
-import json
-import os
-import sys
-
 import numpy as np
 import pytest
 
-from tests import preloaded
-from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
+from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, in_a_process, random_prompt
 from vllm_kvmerge import compression
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -23,7 +18,7 @@ llm = LLM(**kvmerge_engine_args(**arguments))
 assert llm.llm_engine.vllm_config.compilation_config.mode.name == "DYNAMO_TRACE_ONCE"
 params = [SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra) for extra in extras]
 outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+print("FOUND", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 """
 MAX_TOKENS = 40
 
@@ -35,11 +30,7 @@ def test_a_compiled_model_gives_the_tokens_of_an_eager_one(engine):
     extras = [None] + [compression(policy, budget=64) for policy in ("h2o", "snapkv", "keepkv", "zsmerge", "morphkv")]
     prompts = [random_prompt(rng, 300) for _ in extras]
     arguments = engine_arguments() | {"enforce_eager": False, "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK}
-    job = json.dumps([arguments, prompts, extras, MAX_TOKENS])
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
-    done = preloaded.run([sys.executable, "-c", COMPILED], input=job, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    compiled = json.loads(done.stdout.split("TOKENS", 1)[1])
+    compiled = in_a_process(["-c", COMPILED], [arguments, prompts, extras, MAX_TOKENS], VLLM_DISABLE_COMPILE_CACHE="1")
     params = [
         SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, extra_args=extra) for extra in extras
     ]

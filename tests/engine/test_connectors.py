@@ -1,8 +1,5 @@
 """A KV connector of vLLM's, which stores blocks in files and loads them: for plain requests alone."""
 
-import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +8,10 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
 
-from tests import preloaded
-from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, random_prompt
+from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, engine_with, in_a_process, random_prompt
 from tests.engine.test_plain import STOCK
 from tests.presets import SMALL
-from vllm_kvmerge import compression, kvmerge_engine_args
+from vllm_kvmerge import compression
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -39,12 +35,8 @@ def stored(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(stored) -> Iterator[Engine]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    llm = LLM(**kvmerge_engine_args(**arguments(stored)))
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
+    with engine_with(**arguments(stored)) as engine:
+        yield engine
 
 
 def prompts() -> list[list[int]]:
@@ -59,11 +51,8 @@ def greedy(policy: str | None = None) -> SamplingParams:
 
 def stock_tokens(folder: Path) -> list[list[int]]:
     """From stock vLLM with a connector, in a process of its own; the second time loaded from files."""
-    job = json.dumps([arguments(folder) | {"enable_prefix_caching": False}, prompts() * 2, MAX_TOKENS])
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.split("TOKENS", 1)[1])
+    job = [arguments(folder) | {"enable_prefix_caching": False}, prompts() * 2, MAX_TOKENS]
+    return in_a_process(["-c", STOCK], job, is_stock=True)[0]
 
 
 def test_plain_requests_load_what_plain_requests_have_stored(engine, stored, tmp_path):

@@ -25,10 +25,6 @@ def greedy(max_tokens: int, policy: str | None = None, **parameters) -> Sampling
     )
 
 
-def add(engine, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-    engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
-
-
 def name_of(request) -> str:
     return request.request_id.rsplit("-", 1)[0]
 
@@ -120,7 +116,7 @@ def test_the_question_is_read_before_any_of_it_is_compressed(engine):
     for decode in ("bounded", "grow"):
         for policy in ("streaming_llm", "h2o", "snapkv", "keepkv", "morphkv"):
             params = greedy(num_tokens, policy, budget=budget, interval=interval, decode=decode, context_tokens=context)
-            add(engine, f"{decode} {policy}", random_prompt(rng, length), params)
+            engine.add(f"{decode} {policy}", random_prompt(rng, length), params)
             tails[f"{decode} {policy}"] = set()
             live[f"{decode} {policy}"] = []
 
@@ -145,7 +141,7 @@ def test_the_question_is_read_before_any_of_it_is_compressed(engine):
 def test_memory_returns_before_the_question_is_read(engine):
     prompt = random_prompt(np.random.default_rng(24), 3000)
     assert engine.llm.reset_prefix_cache()
-    add(engine, "long", prompt, greedy(40, "snapkv", budget=256, context_tokens=2048))
+    engine.add("long", prompt, greedy(40, "snapkv", budget=256, context_tokens=2048))
     held = []
     run(engine, lambda: held.append(engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks()))
     # Two chunks of the context, the second of which ends with the compression; then 952 tokens and 40 more.
@@ -222,9 +218,9 @@ def test_a_preempted_request_comes_back_to_the_same_tokens(engine):
     params = [greedy(60, policy, budget=150, interval=8, context_tokens=210) for policy in policies]
     undisturbed = engine.tokens(prompts, params)
     for i in range(6):  # these only grow, and push the others out
-        add(engine, f"plain{i}", random_prompt(rng, 150), greedy(150))
+        engine.add(f"plain{i}", random_prompt(rng, 150), greedy(150))
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        add(engine, str(i), prompt, p)
+        engine.add(str(i), prompt, p)
     seen: dict[str, int] = {}
 
     def watch():
@@ -244,7 +240,7 @@ def test_aborted_requests_leave_nothing(engine, steps, monkeypatch):
     rng = np.random.default_rng(28)
     monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 256)
     for policy in ("h2o", "snapkv", "morphkv"):
-        add(engine, policy, random_prompt(rng, 725), greedy(50, policy, budget=90, context_tokens=125))
+        engine.add(policy, random_prompt(rng, 725), greedy(50, policy, budget=90, context_tokens=125))
     for _ in range(steps):
         engine.llm.llm_engine.step()
     engine.llm.llm_engine.abort_request(list(engine.scheduler.requests), internal=True)
@@ -280,7 +276,7 @@ def test_a_context_of_one_token_and_one_that_leaves_one(engine):
 
 def test_a_share_is_one_of_the_context(engine):
     prompt = random_prompt(np.random.default_rng(31), 1000)
-    add(engine, "share", prompt, greedy(8, "snapkv", budget=0.25, context_tokens=800))
+    engine.add("share", prompt, greedy(8, "snapkv", budget=0.25, context_tokens=800))
     fronts = set()
 
     def watch():

@@ -12,7 +12,6 @@ from tests.engine.architectures import (
     BLOCK_SIZE,
     BYTES_PER_BLOCK,
     POLICIES,
-    add,
     greedy,
     jobs,
     num_taken,
@@ -54,9 +53,9 @@ def test_requests_of_every_kind_that_a_pool_preempts(engine):
     growing = [random_prompt(np.random.default_rng(seed), 100) for seed in range(5)]
     with engine.with_blocks(60):
         for index, prompt in enumerate(growing):
-            add(engine, f"growing{index}", prompt, greedy(max_tokens=300))
+            engine.add(f"growing{index}", prompt, greedy(max_tokens=300))
         for index, (prompt, params) in enumerate(told):
-            add(engine, str(index), prompt, params)
+            engine.add(str(index), prompt, params)
         counts = []
         squeezed = run(engine, lambda: counts.extend(r.num_preemptions for r in engine.scheduler.requests.values()))
     assert max(counts) > 0, "the pool is too large to test preemption"
@@ -72,9 +71,9 @@ def test_scores_of_a_repeated_context_are_those_of_a_dense_computation(engine, f
     prompt = random_prompt(np.random.default_rng(61), length + 20)
     fields = {"chunk_size": chunk_size, "num_prefix_tokens": 4, **PROMPTS}
     assert engine.llm.reset_prefix_cache()
-    add(engine, "other", random_prompt(np.random.default_rng(62), 20), greedy(max_tokens=60))
+    engine.add("other", random_prompt(np.random.default_rng(62), 20), greedy(max_tokens=60))
     engine.llm.llm_engine.step()
-    add(engine, "one", prompt, greedy("kvzip", budget=0.5, context_tokens=length, **fields))
+    engine.add("one", prompt, greedy("kvzip", budget=0.5, context_tokens=length, **fields))
     run(engine)
     (found,) = scores
     expected = dense_scores(prompt[:length], chunk_size, 4, PROMPTS, path=folder)
@@ -86,7 +85,7 @@ def test_a_report_counts_the_blocks_of_all_layers(engine):
     assert engine.llm.reset_prefix_cache()
     params = greedy("keepkv", 40, budget=64)
     params.extra_args = {**(params.extra_args or {}), USAGE_KEY: True}
-    add(engine, "one", random_prompt(np.random.default_rng(10), 500), params)
+    engine.add("one", random_prompt(np.random.default_rng(10), 500), params)
     taken, reports = [], []
     while engine.llm.llm_engine.has_unfinished_requests():
         for output in engine.llm.llm_engine.step():
@@ -168,9 +167,9 @@ def test_under_pressure_beside_others(engine, watched):
     with engine.with_blocks(100):
         for index in range(5):
             prompt = random_prompt(np.random.default_rng(30 + index), 300)
-            add(engine, f"asleep{index}", prompt, asleep(["snapkv", "morphkv"][index % 2], 200))
+            engine.add(f"asleep{index}", prompt, asleep(["snapkv", "morphkv"][index % 2], 200))
         for index, (prompt, params) in enumerate(told):
-            add(engine, str(index), prompt, params)
+            engine.add(str(index), prompt, params)
         together = run(engine)
     assert {one for one in watched[1] if one.startswith("asleep")}
     assert [len(together[f"asleep{index}"]) for index in range(5)] == [200] * 5

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.architectures import add, greedy, running
+from tests.engine.architectures import greedy, running
 from tests.engine.conftest import Engine, preempting, random_prompt, run
 from tests.engine.spread import spread_over
 from tests.engine.test_hybrid_sharing import check_fronts
@@ -74,7 +74,7 @@ def test_preempted_and_spread(engine):
     prompts, counted = jobs("cache")
     expected = engine.tokens(prompts, counted)
     for index, (prompt, params) in enumerate(zip(prompts, counted, strict=True)):
-        add(engine, str(index), prompt, params)
+        engine.add(str(index), prompt, params)
     tokens = run(engine, preempting(engine, 40))
     assert [tokens[str(index)] for index in range(len(prompts))] == expected
     assert engine.llm.reset_prefix_cache()

@@ -9,7 +9,7 @@ from tests.engine.architectures import BLOCK_SIZE, greedy
 from tests.engine.conftest import preempting, random_prompt, run
 from tests.engine.test_hybrid import engine, folder
 from tests.engine.test_kept_contexts import client, saved
-from tests.engine.test_shared_contexts import add, answers, fronts, params
+from tests.engine.test_shared_contexts import answers, fronts, params
 from tests.engine.test_stress_contexts import check_sharing
 from tests.presets import SMALL
 from tests.random_model import WINDOW
@@ -109,7 +109,7 @@ def test_preempted_requests_begin_with_fronts(engine, fronts):
     expected = [engine.tokens([prompt], one)[0] for prompt, one in zip(prompts, some, strict=True)]
     assert engine.llm.reset_prefix_cache()
     for index, (prompt, one) in enumerate(zip(prompts * 2, some * 2, strict=True)):
-        add(engine, str(index), prompt, one)
+        engine.add(str(index), prompt, one)
     tokens = run(engine, preempting(engine, 30))
     assert [tokens[str(index)] for index in range(12)] == expected * 2
     engine.assert_empty()

@@ -1,7 +1,6 @@
 """A model that reads images: compression is over their tokens as over others."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,9 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests import preloaded
-from tests.engine.conftest import Engine, run
+from tests.engine.conftest import Engine, engine_with, in_a_process, run
 from tests.engine.test_vllm_features import BUDGET, INTERVAL, compressed, random_text
 from tests.random_model import SIZES
-from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY
 from vllm_kvmerge.policies import PRESETS
 
@@ -86,12 +83,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    llm = LLM(**kvmerge_engine_args(**arguments(folder)))
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
+    with engine_with(**arguments(folder)) as engine:
+        yield engine
 
 
 TEXT = 60
@@ -140,10 +133,7 @@ def answer_on_stock_vllm() -> None:
 
 
 def test_plain_requests_equal_stock_vllm(engine, folder):
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = preloaded.run([sys.executable, "-c", PROGRAM], input=json.dumps(arguments(folder)), env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    expected = json.loads(done.stdout.split("FOUND", 1)[1])
+    expected = in_a_process(["-c", PROGRAM], arguments(folder), is_stock=True)
     assert len({*map(tuple, expected)}) == len(PROMPTS)  # or images would decide nothing
     assert tokens(generate(engine.llm, plain_jobs())) == expected
     roomy = compressed("keepkv", budget=500, interval=MAX_TOKENS)

@@ -1,6 +1,5 @@
 """KV connectors that load asynchronously, several at once, and in vain: of plain requests, beside compressed ones."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +10,8 @@ import numpy as np
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.architectures import add
-from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, random_prompt, run
+from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, engine_with, random_prompt, run
 from tests.engine.test_connectors import BLOCK_SIZE, MAX_TOKENS, greedy, prompts
-from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -30,16 +27,13 @@ def connector(folder: Path, kind: dict[str, Any], policy: str = "fail", **extra:
 
 @contextmanager
 def running(transfer: dict[str, Any]) -> Iterator[Engine]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
     size = {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK, "max_num_batched_tokens": 8192}
-    llm = LLM(**kvmerge_engine_args(**engine_arguments() | size, kv_transfer_config=transfer))
     try:
-        yield Engine(llm)
+        with engine_with(**engine_arguments() | size, kv_transfer_config=transfer) as engine:
+            yield engine
     finally:
-        llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
 
 
@@ -83,8 +77,8 @@ def test_requests_whose_blocks_come_later(expected, tmp_path):
                 waited.append({one.split("-")[0] for one in waiting})
 
         for index, prompt in enumerate(prompts()):
-            add(engine, f"plain {index}", prompt, greedy())
-            add(engine, f"compressed {index}", prompt, greedy("h2o"))
+            engine.add(f"plain {index}", prompt, greedy())
+            engine.add(f"compressed {index}", prompt, greedy("h2o"))
         found = run(engine, watch)
         assert [found[f"plain {index}"] for index in range(len(expected))] == expected
         assert [found[f"compressed {index}"] for index in range(len(expected))] == compressed
@@ -95,8 +89,8 @@ def test_requests_whose_blocks_come_later(expected, tmp_path):
         engine.assert_empty()
         # A request that ends while its blocks come.
         spoil(engine)
-        add(engine, "one", prompts()[-1], greedy())
-        add(engine, "other", random_prompt(np.random.default_rng(4), 300), greedy("snapkv"))
+        engine.add("one", prompts()[-1], greedy())
+        engine.add("other", random_prompt(np.random.default_rng(4), 300), greedy("snapkv"))
         engine.llm.llm_engine.step()
         (waiting,) = engine.scheduler.kv_holding_waiting
         engine.llm.llm_engine.abort_request([waiting.request_id], internal=True)

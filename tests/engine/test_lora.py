@@ -1,7 +1,6 @@
 """LoRA adapters beside compression: several in one batch, each as if it were alone."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,9 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests import preloaded
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, engine_with, in_a_process
 from tests.engine.test_vllm_features import compressed, random_text
 from tests.random_model import SIZES, write_llama
-from vllm_kvmerge import kvmerge_engine_args
 from vllm_kvmerge.policies import PRESETS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -80,12 +77,8 @@ def arguments(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    llm = LLM(**kvmerge_engine_args(**arguments(folder)))
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
+    with engine_with(**arguments(folder)) as engine:
+        yield engine
 
 
 Job = tuple[str | None, list[int], dict[str, Any]]
@@ -117,10 +110,7 @@ def answer_on_stock_vllm() -> None:
 
 
 def test_plain_requests_equal_stock_vllm(engine, folder):
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = preloaded.run([sys.executable, "-c", PROGRAM], input=json.dumps(arguments(folder)), env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    expected = json.loads(done.stdout.split("FOUND", 1)[1])
+    expected = in_a_process(["-c", PROGRAM], arguments(folder), is_stock=True)
     assert len({*map(tuple, expected)}) == len(expected)  # or adapters would decide nothing
     assert tokens(engine.llm, plain_jobs()) == expected
     budget = max(map(len, PROMPTS))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.architectures import ARCHITECTURES, MAX_TOKENS, add, greedy, running, stock
+from tests.engine.architectures import ARCHITECTURES, MAX_TOKENS, greedy, running, stock
 from tests.engine.conftest import Engine, random_prompt, run
 from tests.engine.test_repetition import PROMPTS, dense_scores, scores
 from tests.engine.test_speculative import DRAFTING, assert_same, fronts, numbers, params, repetitive, with_drafts
@@ -125,7 +125,7 @@ def test_eviction_is_a_mask_and_scores_are_attention(engine, dense, scores, monk
     context, num_tokens = fields.get("context_tokens", len(prompt)), 30
     config = parse_compression({"policy": policy, "budget": 64, **fields})
     tracker, layers = config.policy.tracker, engine.compression.compactor.layers
-    add(engine, "one", prompt, greedy(policy, num_tokens, budget=64, **fields))
+    engine.add("one", prompt, greedy(policy, num_tokens, budget=64, **fields))
     kept: list[list[int]] = []
     found: list[torch.Tensor] = []
 
@@ -164,7 +164,7 @@ def test_scores_of_a_repeated_context_are_those_of_a_dense_computation(engine, f
     """The repetition is a chunk behind its parent's tokens, which vLLM's operators for latents cannot run."""
     prompt = random_prompt(np.random.default_rng(61), 320)
     fields = {"chunk_size": 150, "num_prefix_tokens": 4, **PROMPTS}
-    add(engine, "one", prompt, greedy("kvzip", budget=0.5, context_tokens=300, **fields))
+    engine.add("one", prompt, greedy("kvzip", budget=0.5, context_tokens=300, **fields))
     run(engine)
     (found,) = scores
     expected = dense_scores(prompt[:300], 150, 4, PROMPTS, path=folder).amax(1, keepdim=True)

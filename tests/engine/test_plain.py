@@ -1,15 +1,10 @@
 """Requests without a policy get what stock vLLM gives, and policies with room to spare change nothing."""
 
-import json
-import os
-import sys
-
 import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests import preloaded
-from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, random_prompt
+from tests.engine.conftest import BYTES_PER_BLOCK, NUM_BLOCKS, engine_arguments, in_a_process, random_prompt
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.attention import cpu
 
@@ -21,8 +16,8 @@ llm = LLM(**arguments)
 outputs = llm.generate(
     [{"prompt_token_ids": p} for p in prompts],
     SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0), use_tqdm=False)
-print("LOGPROBS", json.dumps([o.outputs[0].cumulative_logprob for o in outputs]))
-print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+answers = [o.outputs[0] for o in outputs]
+print("FOUND", json.dumps([[list(a.token_ids) for a in answers], [a.cumulative_logprob for a in answers]]))
 """
 MAX_TOKENS = 24
 
@@ -35,17 +30,10 @@ def prompts_of_many_lengths() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def stock() -> list[tuple[list[int], float]]:
-    """Tokens and log-probabilities from stock vLLM, in a process of its own into which no plugin is loaded.
-
-    Our modules may have been imported there: ``test_compat`` shows that it changes nothing.
-    """
+    """Tokens and log-probabilities."""
     arguments = engine_arguments() | {"kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK}
-    job = json.dumps([arguments, prompts_of_many_lengths(), MAX_TOKENS])
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = preloaded.run([sys.executable, "-c", STOCK], input=job, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    logprobs, tokens = (json.loads(part) for part in done.stdout.split("LOGPROBS", 1)[1].split("TOKENS"))
-    return list(zip(tokens, logprobs, strict=True))
+    job = [arguments, prompts_of_many_lengths(), MAX_TOKENS]
+    return list(zip(*in_a_process(["-c", STOCK], job, is_stock=True), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import torch
 from vllm import SamplingParams
 
 from tests.demo_model import BYTES_PER_BLOCK
-from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments
+from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, engine_with
 from tests.engine.test_stress import Job, assert_answers_alone, draw_jobs, run_together
 from tests.engine.test_stress_contexts import check_sharing
-from vllm_kvmerge import compression, demo, kvmerge_engine_args
+from vllm_kvmerge import compression, demo
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionError
 
 pytestmark = pytest.mark.engine
@@ -41,24 +41,13 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(scope="module")
 def poisoned():
     """An engine whose freed blocks are NaN."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        from vllm import LLM
-
-        own = {"kvzap": demo.kvzap_path(), "debug_poison_freed": True, "compaction_workspace_bytes": 1 << 20}
-        # On a machine that is busy with other things, a compression takes longer than it may.
-        own["max_compaction_seconds"] = 600.0
-        llm = LLM(
-            **kvmerge_engine_args(
-                **engine_arguments(),
-                kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK,
-                additional_config={"kvmerge": own},
-            )
-        )
-        engine = Engine(llm)
+    own = {"kvzap": demo.kvzap_path(), "debug_poison_freed": True, "compaction_workspace_bytes": 1 << 20}
+    # On a machine that is busy with other things, a compression takes longer than it may.
+    own["max_compaction_seconds"] = 600.0
+    size = {"kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK}
+    with engine_with(**engine_arguments(), **size, additional_config={"kvmerge": own}) as engine:
         assert engine.compression.compactor.max_bytes == 1 << 20  # so that some go head by head
         yield engine
-        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.mark.slow

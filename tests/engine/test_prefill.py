@@ -23,10 +23,6 @@ def params(policy: str, max_tokens: int = ANSWER, **fields) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
-def add(engine, name: str, prompt: list[int], some: SamplingParams) -> None:
-    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, some)
-
-
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
     return random_prompt(np.random.default_rng(91), PROMPT)
@@ -52,7 +48,7 @@ def test_no_more_than_budget_and_chunk_is_held(engine, prompt):
             compressed.setdefault(name, set()).add(engine.manager.segments_of(request.request_id).tail)
 
     for policy in POLICIES:
-        add(engine, policy, prompt, params(policy))
+        engine.add(policy, prompt, params(policy))
     tokens = run(engine, watch)
     engine.assert_empty()
     assert all(len(tokens[policy]) == ANSWER for policy in POLICIES)
@@ -87,10 +83,10 @@ def test_later_chunks_are_scored_by_the_newest_queries(engine, prompt, monkeypat
 def test_company_changes_nothing(engine, prompt, alone):
     rng = np.random.default_rng(92)
     for policy in POLICIES:
-        add(engine, policy, prompt, params(policy))
+        engine.add(policy, prompt, params(policy))
     for index in range(3):
         sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        add(engine, f"plain{index}", random_prompt(rng, 90 + 300 * index), sampling)
+        engine.add(f"plain{index}", random_prompt(rng, 90 + 300 * index), sampling)
     tokens = run(engine)
     engine.assert_empty()
     assert {policy: tokens[policy] for policy in POLICIES} == alone
@@ -100,7 +96,7 @@ def test_company_changes_nothing(engine, prompt, alone):
 @pytest.mark.parametrize("when", [1, 2, 4, 9])
 def test_a_preempted_request_goes_through_the_same_compressions(engine, prompt, alone, when):
     for policy in POLICIES:
-        add(engine, policy, prompt, params(policy))
+        engine.add(policy, prompt, params(policy))
     tokens = run(engine, preempting(engine, when))
     engine.assert_empty()
     assert {policy: tokens[policy] for policy in POLICIES} == alone
@@ -126,7 +122,7 @@ def test_the_context_alone_is_compressed_while_it_is_computed(engine, prompt):
     """What follows it stays whole; a context within budget and chunk is compressed once, as without the field."""
     fields = {"budget": BUDGET, "decode": "grow", "context_tokens": 400}
     tails = set()
-    add(engine, "asked", prompt, params("snapkv", **fields))
+    engine.add("asked", prompt, params("snapkv", **fields))
     run(engine, lambda: tails.update(one.tail for one in engine.manager.segments.values()))
     assert tails == {224, 352, 400}
     fields["prefill"] = {"chunk": 400 - BUDGET}

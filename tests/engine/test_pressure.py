@@ -34,10 +34,6 @@ def params(policy: str | None, max_tokens: int = ANSWER, **fields) -> SamplingPa
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args={**extra, USAGE_KEY: True})
 
 
-def add(engine, name: str, prompt: list[int], some: SamplingParams) -> None:
-    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, some)
-
-
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(97)
@@ -135,7 +131,7 @@ def test_one_alone_outgrows_the_pool(engine, prompts, watched):
     """It is compressed again and again, and after a preemption too, although its tokens have no room by then."""
     preempted, compressed = watched
     with small_pool(engine):
-        add(engine, "long", prompts[0], params("keepkv", 1500, interval=BUDGET))
+        engine.add("long", prompts[0], params("keepkv", 1500, interval=BUDGET))
         tokens = run(engine, preempting(engine, 900))
     assert len(tokens["long"]) == 1500 and len(preempted) == 1
     # From 96 entries on the pool fills again with 672 tokens.

@@ -34,11 +34,6 @@ def params(policy: str | None, max_tokens: int = ANSWER, context: int | None = C
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
-def add(engine, name: str, prompt: list[int], some: SamplingParams, salt: str | None = None) -> None:
-    salted = {} if salt is None else {"cache_salt": salt}
-    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt, **salted}, some)
-
-
 def answers(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -97,15 +92,15 @@ def test_all_read_one_front_that_none_of_them_writes_to(engine, fronts):
     some = params("snapkv", context=960, budget=256, decode="grow")
     engine.generate(prompts[:1], some)
     for index, prompt in enumerate(prompts):
-        add(engine, str(index), prompt, some)
+        engine.add(str(index), prompt, some)
     held = []
     run(engine, lambda: held.append(engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks()))
     assert max(held) == 256 // 32 + 5 * 2  # each has a question and an answer of its own
-    add(engine, "tracks", prompts[0], params("h2o", context=960, budget=256))
+    engine.add("tracks", prompts[0], params("h2o", context=960, budget=256))
     run(engine)
     held.clear()
     for index in range(5):
-        add(engine, str(index), prompts[index], params("h2o", context=960, budget=256))
+        engine.add(str(index), prompts[index], params("h2o", context=960, budget=256))
     run(engine, lambda: held.append(engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks()))
     assert 5 * 256 // 32 <= max(held) <= 5 * (256 // 32 + 2)
     engine.assert_empty()
@@ -119,22 +114,22 @@ def test_what_differs_is_not_shared(engine, fronts, policy):
     prompt = context + random_prompt(rng, QUESTION)
     other = [*prompt[: CONTEXT - 1], prompt[CONTEXT - 1] ^ 1, *prompt[CONTEXT:]]  # in the partial block
     asked = {
-        "one": (prompt, params(policy), None),
-        "budget": (prompt, params(policy, budget=97), None),
-        "longer": (prompt, params(policy, context=CONTEXT + 1), None),
-        "token": (other, params(policy), None),
-        "salt": (prompt, params(policy), "theirs"),
-        "salted so": (prompt, params(policy), "others"),
-        "refreshed": (prompt, params("keepkv", refresh={"every": 8}), None),
+        "one": (prompt, params(policy), {}),
+        "budget": (prompt, params(policy, budget=97), {}),
+        "longer": (prompt, params(policy, context=CONTEXT + 1), {}),
+        "token": (other, params(policy), {}),
+        "salt": (prompt, params(policy), {"cache_salt": "theirs"}),
+        "salted so": (prompt, params(policy), {"cache_salt": "others"}),
+        "refreshed": (prompt, params("keepkv", refresh={"every": 8}), {}),
     }
     for name, (tokens, some, salt) in asked.items():
-        add(engine, name, tokens, some, salt)
+        engine.add(name, tokens, some, **salt)
         hits = CONTEXT_HITS.labels(policy, 0)._value.get()
         run(engine)
         assert CONTEXT_HITS.labels(policy, 0)._value.get() == hits, name
     assert len(fronts) == len(asked) - 1  # what a refresh needs besides is gone
     for name, (tokens, some, salt) in asked.items():
-        add(engine, name, tokens, some, salt)
+        engine.add(name, tokens, some, **salt)
         run(engine)
     assert CONTEXT_HITS.labels(policy, 0)._value.get() == hits + len(asked) - 1
     # Every default spelled out is the same policy.
@@ -247,9 +242,9 @@ def test_preempted_and_aborted_requests_leave_their_fronts(engine, fronts):
         assert engine.llm.reset_prefix_cache() and len(fronts) == fronts_before == 0
         expected += answers(engine.generate([prompt], one))
     for index in range(5):  # these only grow, and push the others out
-        add(engine, f"plain{index}", random_prompt(rng, 150), params(None, 150))
+        engine.add(f"plain{index}", random_prompt(rng, 150), params(None, 150))
     for index, (prompt, one) in enumerate(zip(prompts, some, strict=True)):
-        add(engine, str(index), prompt, one)
+        engine.add(str(index), prompt, one)
     preempted: set[str] = set()
 
     def watch():
@@ -262,7 +257,7 @@ def test_preempted_and_aborted_requests_leave_their_fronts(engine, fronts):
     engine.assert_empty()
     for steps in range(1, 5):
         for index, (prompt, one) in enumerate(zip(prompts, some, strict=True)):
-            add(engine, str(index), prompt, one)
+            engine.add(str(index), prompt, one)
         for _ in range(steps):
             engine.llm.llm_engine.step()
         engine.llm.llm_engine.abort_request(list(engine.scheduler.requests), internal=True)

@@ -2,7 +2,6 @@
 texts that end an answer, long repetitions in half precision, and unusual heads and blocks."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +13,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.conftest import Engine, preempt_all, run
+from tests.engine.conftest import Engine, engine_with, preempt_all, run
 from tests.engine.test_speculative import SPECULATION, forget_numba, with_drafts
 from tests.engine.test_vllm_features import arguments, compressed, random_text, write_byte_tokenizer
 from tests.random_model import write_llama
-from vllm_kvmerge import compression, demo, kvmerge_engine_args
+from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.usage import REPORT_KEY
 from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.policies import MERGERS, PRESETS
@@ -34,14 +33,10 @@ SCHEMA = {
 
 @contextmanager
 def running(folder: Path, config: dict[str, Any] | None = None, **others: Any) -> Iterator[Engine]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
     own = {"additional_config": {"kvmerge": config}} if config else {}
     forget_numba()  # which another file may have imported for its drafts
-    llm = LLM(**kvmerge_engine_args(**arguments(folder) | own | others))
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
+    with engine_with(**arguments(folder) | own | others) as engine:
+        yield engine
 
 
 def folder_of(where: Path, **sizes: Any) -> Path:
@@ -192,12 +187,7 @@ MERGING = sorted(name for name, preset in PRESETS.items() if preset.merger != "d
 
 def test_long_repetitions_in_half_precision():
     """Keys that are all alike, and every merger: nothing overflows, and the answers have probabilities."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
     own = {"dtype": "float16", "max_model_len": 4096, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
-    llm = LLM(demo.model_path(), **kvmerge_engine_args(**own))
-    engine = Engine(llm)
     prompts = {
         "one": [2] + [300] * 3000,
         "two": [2] + [300, 301] * 1500,
@@ -205,17 +195,17 @@ def test_long_repetitions_in_half_precision():
     }
     fields = [{"policy": name} for name in MERGING]
     fields += [{"policy": "snapkv", "merger": name} for name in sorted(MERGERS) if name != "drop"]
-    for prompt in prompts.values():
-        for field in fields:
-            try:
-                asked = compression(**{"budget": 128, "decode": "bounded", "interval": 8} | field)
-            except ValueError:
-                asked = compression(**{"budget": 128} | field)  # of the prompt alone
-            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, extra_args=asked)
-            (output,) = engine.generate([prompt], params)
-            assert "error" not in ((output.kv_transfer_params or {}).get(REPORT_KEY) or {}), field
-            likely = [max(one.logprob for one in row.values()) for row in output.outputs[0].logprobs]
-            assert len(likely) == 40 and all(-20 < one <= 0 for one in likely), field
-    assert engine.llm.reset_prefix_cache()
-    engine.assert_empty()
-    llm.llm_engine.engine_core.shutdown()
+    with engine_with(model=demo.model_path(), **own) as engine:
+        for prompt in prompts.values():
+            for field in fields:
+                try:
+                    asked = compression(**{"budget": 128, "decode": "bounded", "interval": 8} | field)
+                except ValueError:
+                    asked = compression(**{"budget": 128} | field)  # of the prompt alone
+                params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, extra_args=asked)
+                (output,) = engine.generate([prompt], params)
+                assert "error" not in ((output.kv_transfer_params or {}).get(REPORT_KEY) or {}), field
+                likely = [max(one.logprob for one in row.values()) for row in output.outputs[0].logprobs]
+                assert len(likely) == 40 and all(-20 < one <= 0 for one in likely), field
+        assert engine.llm.reset_prefix_cache()
+        engine.assert_empty()

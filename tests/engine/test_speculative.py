@@ -1,7 +1,6 @@
 """N-gram speculative decoding beside compression: drafts change how fast tokens come, and nothing else."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +12,9 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK
-from tests.engine.architectures import add, check_company_and_preemption
-from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, random_prompt, run
+from tests.engine.architectures import check_company_and_preemption
+from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, engine_with, in_a_process, random_prompt, run
 from tests.engine.test_small_pool import POOL, small_pool
 from tests.engine.test_tensor_parallel import NUM_TOKENS, generate
 from tests.presets import SMALL
@@ -46,7 +44,7 @@ def arguments(**others: Any) -> dict[str, Any]:
 def ours(**others: Any) -> dict[str, Any]:
     # Answers are compared with stock vLLM's.
     config = {"kvzap": demo.kvzap_path(), "plain_attention": "vllm"}
-    return kvmerge_engine_args(**arguments(**others), additional_config={"kvmerge": config})
+    return arguments(**others) | {"additional_config": {"kvmerge": config}}
 
 
 THREADS = {"NUMBA_THREADING_LAYER": "workqueue"}
@@ -73,13 +71,8 @@ def forget_numba() -> None:
 
 @contextmanager
 def running(**others: Any) -> Iterator[Engine]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    with with_drafts():
-        llm = LLM(**ours(**others))
-        yield Engine(llm)
-        llm.llm_engine.engine_core.shutdown()
+    with with_drafts(), engine_with(**ours(**others)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -190,18 +183,13 @@ def answer() -> None:
     if json.load(sys.stdin) == "stock":
         found: Any = plain_answers(LLM(**arguments(**DRAFTING)))
     else:
-        llm = LLM(**ours())
+        llm = LLM(**kvmerge_engine_args(**ours()))
         found = {name: answers(llm, fields, prompts(name)) for name, fields in CASES.items()}
     print("FOUND", json.dumps(found))
 
 
 def elsewhere(which: str) -> Any:
-    environment = os.environ | THREADS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if which == "stock":
-        environment["VLLM_PLUGINS"] = ""
-    done = preloaded.run([sys.executable, "-c", PROGRAM], input=json.dumps(which), env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.split("FOUND", 1)[1])
+    return in_a_process(["-c", PROGRAM], which, is_stock=which == "stock", **THREADS)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +244,7 @@ def statistics_of(engine: Engine, request_id: str, policy: str) -> list[dict[str
 def fronts(engine: Engine, fields: dict[str, Any], prompt: list[int]) -> dict[int, list[dict[str, torch.Tensor]]]:
     """The front of a request after each compression, by the number of tokens computed then."""
     found = {}
-    add(engine, "watched", prompt, params(fields))
+    engine.add("watched", prompt, params(fields))
 
     def watch() -> None:
         for request_id, segments in engine.manager.segments.items():

@@ -57,10 +57,6 @@ def params(policy: str | None, max_tokens: int = 24, **fields) -> SamplingParams
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
-def add(engine: Engine, name: str, prompt: list[int], some: SamplingParams) -> None:
-    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, some)
-
-
 @pytest.fixture(scope="module")
 def asked(engine: Engine) -> dict[str, tuple[list[int], list[int]]]:
     """By policy: a prompt, and what a request alone answers."""
@@ -80,7 +76,7 @@ def others(engine: Engine) -> list[list[int]]:
 
 def begin(engine: Engine, others: list[list[int]]) -> None:
     for index, prompt in enumerate(others):
-        add(engine, f"other {index}", prompt, params(None, 600))
+        engine.add(f"other {index}", prompt, params(None, 600))
     engine.llm.llm_engine.step()
 
 
@@ -121,7 +117,7 @@ def test_a_request_computes_nothing_meanwhile_and_others_go_on(engine, asked, ot
     prompt, expected = asked[policy]
     with spread_over(5):
         begin(engine, others)
-        add(engine, "long", prompt, params(policy))
+        engine.add("long", prompt, params(policy))
         request_id = step_into_the_middle(engine, "long")
         long, other = (named(engine, name) for name in ("long", "other 0"))
         held = engine.manager.num_held_blocks(request_id)
@@ -146,7 +142,7 @@ def test_the_rest_is_done_at_once_when_nobody_waits_any_more(engine, asked, othe
     prompt, expected = asked["keepkv"]
     with spread_over(1000):
         begin(engine, others)
-        add(engine, "long", prompt, params("keepkv"))
+        engine.add("long", prompt, params("keepkv"))
         step_into_the_middle(engine, "long")
         engine.llm.llm_engine.abort_request([f"other {index}" for index in range(2)])
         engine.llm.llm_engine.step()
@@ -161,11 +157,11 @@ def test_a_request_that_ends_or_is_preempted_in_between(engine, asked, others, p
     with spread_over(20):
         begin(engine, others)
         for _ in range(2):
-            add(engine, "gone", prompt, params(policy))
+            engine.add("gone", prompt, params(policy))
             step_into_the_middle(engine, "gone")
             engine.llm.llm_engine.abort_request(["gone"])
             assert not engine.scheduler._spread and not engine.manager._still_read
-        add(engine, "long", prompt, params(policy))
+        engine.add("long", prompt, params(policy))
         request_id = step_into_the_middle(engine, "long")
         begun = engine.compression._begun[request_id]
         preempt(engine, "long")
@@ -188,7 +184,7 @@ def test_several_that_take_long(engine, asked, others):
     with spread_over(4) as spread:
         begin(engine, others)
         for policy, (prompt, _) in asked.items():
-            add(engine, policy, prompt, params(policy))
+            engine.add(policy, prompt, params(policy))
         answers = finish(engine)
     assert answers == {policy: expected for policy, (_, expected) in asked.items()}
     assert len(spread.parts) > 3 * len(asked)
@@ -205,18 +201,18 @@ def test_shared_contexts(engine, asked, others, policy):
     assert engine.llm.reset_prefix_cache()
     with engine.sharing_contexts() as fronts, spread_over(20):
         begin(engine, others)
-        add(engine, "gone", prompts[0], some)
+        engine.add("gone", prompts[0], some)
         step_into_the_middle(engine, "gone")
         assert len(fronts) == 0
         engine.llm.llm_engine.abort_request(["gone"])
-        add(engine, "0", prompts[0], some)
+        engine.add("0", prompts[0], some)
         request_id = step_into_the_middle(engine, "0")
-        add(engine, "1", prompts[1], some)
+        engine.add("1", prompts[1], some)
         while request_id in engine.scheduler._spread:
             assert len(fronts) == 0
             engine.llm.llm_engine.step()
         assert len(fronts) == 1
-        add(engine, "2", prompts[2], some)
+        engine.add("2", prompts[2], some)
         answers = finish(engine)
         assert len(fronts) == 1
     assert [answers[str(index)] for index in range(3)] == expected

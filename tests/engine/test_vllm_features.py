@@ -1,7 +1,6 @@
 """Features of vLLM beside compression: each gives what it gives on stock vLLM, or what its request gives alone."""
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -13,10 +12,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from tests import preloaded
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, engine_with, in_a_process
 from tests.random_model import write_llama
-from vllm_kvmerge import compression, kvmerge_engine_args
+from vllm_kvmerge import compression
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -62,12 +60,8 @@ def arguments(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    llm = LLM(**kvmerge_engine_args(**arguments(folder)))
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
+    with engine_with(**arguments(folder)) as engine:
+        yield engine
 
 
 def random_text(seed: int, length: int) -> list[int]:
@@ -183,10 +177,7 @@ def answer_on_stock_vllm() -> None:
 
 @pytest.fixture(scope="module")
 def stock(folder: Path) -> dict[str, Any]:
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = preloaded.run([sys.executable, "-c", PROGRAM], input=json.dumps(arguments(folder)), env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.split("FOUND", 1)[1])
+    return in_a_process(["-c", PROGRAM], arguments(folder), is_stock=True)
 
 
 def test_plain_requests_equal_stock_vllm(engine, stock):

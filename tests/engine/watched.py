@@ -6,11 +6,10 @@ tokens), and prints what each request did.
 
 import json
 import math
-import os
 import sys
 from typing import Any
 
-from tests import preloaded
+from tests.engine.conftest import in_a_process
 
 
 def answer(
@@ -18,11 +17,8 @@ def answer(
 ) -> list[dict[str, Any]]:
     """Of each request: reason why it finished; tokens; finite, of their log-probabilities; highest, of entries per KV
     head after a step, once it has been compressed; compressions, those that it went through."""
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    job = json.dumps([arguments, prompts, fields, max_tokens])
-    done = preloaded.run([sys.executable, "-m", __name__], input=job, env=environment, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.split("FOUND", 1)[1])
+    job = [arguments, prompts, fields, max_tokens]
+    found: list[dict[str, Any]] = in_a_process(["-m", __name__], job, timeout=timeout)
     return found
 
 

@@ -44,7 +44,7 @@ def found_of(name: str, run: Run = subprocess.run) -> dict[str, Any]:
         write_model(Path(folder), name)
         job = json.dumps([arguments(folder, own), prompts(), 24])
         stock = run([sys.executable, "-c", STOCK], input=job, env=environment | {"VLLM_PLUGINS": ""}, **_texts(run))
-        tokens = json.loads(stock.stdout.split("TOKENS", 1)[1]) if stock.returncode == 0 else None
+        tokens = json.loads(stock.stdout.split("FOUND", 1)[1])[0] if stock.returncode == 0 else None
         done = run(
             [sys.executable, "-m", "tests.models.probe", folder],
             input=json.dumps([own, tokens]),

@@ -21,7 +21,7 @@ from vllm_kvmerge.ops import (
     cpu,
     reference,
 )
-from vllm_kvmerge.ops.types import NO_UPDATE, QUANTISED, PageTables, stored
+from vllm_kvmerge.ops.types import NO_UPDATE, PLAIN_SOFTMAX, QUANTISED, PageTables, Softmax, stored
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OPERATORS = ["triton"] if INTERPRETED else ["plain-torch", *(cpu.levels() if cpu.LIBRARY.exists() else [])]
@@ -211,8 +211,9 @@ def test_reading(operators, scene, dtype):
         scene.randn(len(positions), GROUPS, 3, SIZE),
         torch.tensor([60, 200, 900]).expand(len(positions), 3),
     )
-    for fusion in ("sum", "max"):
-        arguments = queries, where, log_votes, positions, 0.2, fusion
+    sinks = 2.0 + scene.randn(len(positions), GROUPS)
+    for fusion, softmax in (("sum", PLAIN_SOFTMAX), ("max", PLAIN_SOFTMAX), ("sum", Softmax(sinks=sinks))):
+        arguments = queries, where, log_votes, positions, 0.2, fusion, softmax
         fused = operators.fused_attention(scene.paged, *arguments)
         assert_close(fused, reference.fused_attention(scene.plain, *arguments), 1e-5)
 

@@ -382,9 +382,9 @@ def test_two_workers_do_what_one_does(parts):
 
 def test_adaptive_leaves_each_head_what_its_selector_protects():
     entries, allocator = uneven(random_entries(0, num_heads=4, n=60)), Adaptive(floor_share=0.2)
-    context, mass = context_of(entries, allocator, 16, min_budget=8), attention_mass(SumTracker(), entries)
+    context, mass = context_of(entries, allocator, 16, min_budget=12), attention_mass(SumTracker(), entries)
     budgets = allocator.head_budgets(entries, mass, context).tolist()
-    assert min(budgets) == 8 and sum(budgets) == 4 * 16
+    assert min(budgets) == 12 and sum(budgets) == 4 * 16
 
 
 def test_groups_of_heads_get_their_own_context():

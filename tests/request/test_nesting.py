@@ -30,7 +30,7 @@ def test_depth_is_that_of_the_parsed_value(value: object, limit: int, chunk: int
         assert nests_too_deep(text) == (depth(value) > limit)
 
 
-@pytest.mark.parametrize("start", ["[", '{"a":', ' [ {"a" :'])
+@pytest.mark.parametrize("start", ["[", '{"a":', ' [ {"a" :', r'["\\",'])
 def test_the_limit_itself_is_allowed(start: str) -> None:
     num_levels = start.count("[") + start.count("{")
     for num_starts in (MAX_DEPTH // num_levels, MAX_DEPTH // num_levels + 1, 1_000_000):
