@@ -35,13 +35,13 @@ TEXT = " ".join(f"The quick brown fox number {n} jumps over the lazy dog." for n
 
 
 def write_bpe_tokenizer(folder: Path) -> None:
-    """Trained on what this repository says of itself."""
+    """Trained on the document that ships with the package."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = ByteLevelBPETokenizer()
-    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
-    tokenizer.train_from_iterator(texts, vocab_size=800, special_tokens=["<s>", "</s>", "<think>", "</think>"])
+    text = (ROOT / "vllm_kvmerge" / "demo" / "handbook.txt").read_text()
+    tokenizer.train_from_iterator([text], vocab_size=800, special_tokens=["<s>", "</s>", "<think>", "</think>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
