@@ -30,6 +30,10 @@ from vllm_kvmerge.request.parameters import parse_compression
 Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
 
 
+LEAST_BUDGET = 40
+"""More than policies protect."""
+
+
 def has_cuda(device: torch.device) -> bool:
     """Whether there are CUDA's operators for a device."""
     try:
@@ -382,7 +386,7 @@ def policy_row(
 
 
 def compaction(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
-    """A prompt's attention in chunks, then its compaction to a tenth in all layers."""
+    """A prompt's attention in chunks, then its compaction to a tenth, or the least budget, in all layers."""
     n, chunk, layers = arguments.prompt, arguments.prompt_chunk, arguments.layers
     caches = Caches(bench, 1, n, copies=layers)
     groups = max(arguments.groups)
@@ -406,7 +410,7 @@ def compaction(bench: Bench, arguments: argparse.Namespace, results: Results) ->
             yield Row("compaction", "prefill", found.name, case, bench.dtype_name, layers * found.seconds, 0,
                       flops, {"output": found.error}, shape)  # fmt: skip
     yield from _compact(bench, caches, n // 10)
-    yield from _policies(bench, caches, arguments, results, n // 10, is_interval=False)
+    yield from _policies(bench, caches, arguments, results, max(n // 10, LEAST_BUDGET), is_interval=False)
 
 
 def _first(caches: Caches, entries: int, copies: int | None = None) -> Caches:

@@ -123,6 +123,11 @@ class Caches:
         return copies
 
     @property
+    def suits_vllm(self) -> bool:
+        """Without AVX-512 vLLM has no caches of 8 bits."""
+        return self.dtype not in QUANTISED or torch.cpu._is_avx512_supported()
+
+    @property
     def vllm_format(self) -> dict[str, object]:
         """How vLLM's operators are told what their cache is."""
         names = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
@@ -223,7 +228,7 @@ def attention(caches: Caches, groups: int, num_queries: int, front: int, mode: s
     sides = both(lambda module, call: attend(module, caches.pages(call)))
     if caches.dtype in QUANTISED:
         sides["bfloat16"] = lambda call: attend(cpu, caches.wide[call % caches.copies])
-    if not front:
+    if not front and caches.suits_vllm:
         sides["vLLM"] = vllm_attention(caches, query)
     if mode == "none":
         sides["SDPA"] = torch_attention(caches, query, front)
@@ -347,7 +352,7 @@ def token_writes(caches: Caches, count: int, name: str, order: Tensor) -> Case:
         vllm_ops.cpu_attn_reshape_and_cache(key, value, *caches.stock(call), *where, **caches.vllm_format)
         return []
 
-    sides = {**both(run), "vLLM": run_vllm}
+    sides = both(run) | ({"vLLM": run_vllm} if caches.suits_vllm else {})
     return Case("write_tokens", f"{count} {name}", "copy", caches.bytes(count, 2), sides)
 
 

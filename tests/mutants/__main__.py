@@ -36,6 +36,8 @@ from tests.vllm_library import HAS_AVX512
 BUILD = ROOT / "build" / "mutants"
 QUICK_SECONDS = 10.0
 """Of tests that run in a first process: most mutants are found by one of them, before others have imported vLLM."""
+HUNG_SECONDS = 150
+"""After which a test hangs, for which other runs wait longer."""
 LIMIT_SECONDS = 7200.0
 """Of a process of tests; a test that hangs ends before that."""
 NATIVE = "vllm_kvmerge/ops/_native.so"
@@ -161,6 +163,8 @@ def first_failure(folder: Path, tests: list[str]) -> str | None:
                 "tests.mutants.plugin",
                 "-p",
                 "no:cacheprovider",
+                "--timeout",
+                str(HUNG_SECONDS),
                 *files,
             ],
             cwd=folder,
