@@ -84,7 +84,10 @@ def test_plain_requests_equal_stock_vllm(engine, architecture, stock_tokens):
         assert list(again.outputs[0].token_ids) == expected
         assert again.num_cached_tokens == hit(engine, len(prompt) - 1)
     assert engine.llm.reset_prefix_cache()
-    params = [greedy(["streaming_llm", "h2o", "snapkv"][i % 3], budget=max(40, len(p))) for i, p in enumerate(prompts)]
+    params = [
+        greedy(["streaming_llm", "h2o", "snapkv"][i % 3], budget=max(40, len(prompt)), interval=MAX_TOKENS)
+        for i, prompt in enumerate(prompts)
+    ]
     if architecture.is_exact:
         assert engine.tokens(prompts, params) == stock_tokens
     engine.assert_empty()
