@@ -153,8 +153,8 @@ test-levels: setup
 	done
 
 test-gpu-code: setup
-	$(PYTEST) -n 2 --dist load -m gpu_code $(ARGS) \
-		tests/ops/test_triton.py tests/engine/test_cuda_runners.py tests/engine/test_cuda_hybrid.py
+	$(PYTEST) -n 2 --dist load -m gpu_code $(ARGS) tests/ops/test_triton.py tests/engine/test_cuda_runners.py
+	$(PYTEST) -n 2 --dist load -m gpu_code $(ARGS) tests/engine/test_cuda_hybrid.py
 
 test-benchmarks: setup
 	$(PYTEST) tests/benchmarks -m benchmarks $(ARGS)
