@@ -24,9 +24,6 @@ if TYPE_CHECKING:  # vLLM must not be imported before it is known which of its l
 NUM_BLOCKS = 230
 MAX_MODEL_LEN = 4096
 
-_num_engines = 0
-"""In this process."""
-
 
 def engine_arguments() -> dict:
     """Arguments common to the stock engine and ours, apart from the size of the pool."""
@@ -117,25 +114,17 @@ class Engine:
 
 @contextmanager
 def engine_with(**arguments: Any) -> Iterator[Engine]:
-    """An engine in this process. When the last one ends, so do vLLM's groups of workers: they know whether a model has
-    experts."""
-    global _num_engines
+    """An engine in this process. With it vLLM ends the groups of workers, which the engines of a process share."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
-    from vllm.distributed import parallel_state
 
     from vllm_kvmerge import kvmerge_engine_args
 
     llm = LLM(**kvmerge_engine_args(**arguments))
-    _num_engines += 1
     try:
         yield Engine(llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
-        _num_engines -= 1
-        if not _num_engines:
-            parallel_state.destroy_model_parallel()
-            parallel_state.destroy_distributed_environment()
 
 
 @pytest.fixture(scope="session")
