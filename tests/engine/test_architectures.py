@@ -115,12 +115,14 @@ def test_requests_of_every_kind_alone_beside_each_other_preempted_and_spread(eng
     engine.assert_empty()
 
 
-@architectures(only=("windows", "Mamba"))
-def test_two_workers_equal_one(engine, architecture, folder, tmp_path):
+@architectures(but=("linear attention", "latents"))
+def test_two_workers_equal_one(engine, architecture, name, folder, tmp_path):
     told = [
         (prompt, params.extra_args)
         for (prompt, params), policy in zip(jobs(engine), policies_of(jobs(engine)), strict=True)
         if policy not in architecture.magnifies and not splits_among_heads(params.extra_args)
+        # Both workers have the only KV head, each with half of its queries.
+        if name != "fewer heads" or policy in ("", "keydiff", "knorm", "local", "random", "streaming_llm", "tova")
     ]
     first, second = generate(tmp_path, arguments(folder, **architecture.arguments), told)
     params = [
@@ -128,8 +130,9 @@ def test_two_workers_equal_one(engine, architecture, folder, tmp_path):
     ]
     assert engine.llm.reset_prefix_cache()
     alone = engine.tokens([prompt for prompt, _ in told], params)
-    assert first == alone
-    assert second == alone[::4]  # which hits the prefix cache
+    # The halves of a product add up to another rounding, which of a hundred answers decides one.
+    for found, expected in ((first, alone), (second, alone[::4])):  # the second hits the prefix cache
+        assert sum(one != other for one, other in zip(found, expected, strict=True)) <= 1
     engine.assert_empty()
 
 

@@ -65,7 +65,7 @@ class Reporter:
         """Adds ``Execution.counts`` of plans. All tensor-parallel workers call this. num_heads: of one of them, over
         all compressed layers."""
         if heads.num_workers > 1:
-            by_worker = heads.gather(counts).view(-1, *counts.shape)
+            by_worker = heads.gather(counts).view(-1, *counts.shape)[:: heads.num_replicas]
             num_heads *= len(by_worker)
             sums, fewest, most = by_worker[..., :FEWEST].sum(0), by_worker[..., FEWEST], by_worker[..., MOST]
             counts = torch.cat([sums, fewest.amin(0).unsqueeze(1), most.amax(0).unsqueeze(1)], 1)

@@ -7,6 +7,8 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 
+from vllm_kvmerge.engine.support import full_layer
+
 
 @dataclass(frozen=True)
 class HeadShare:
@@ -21,7 +23,7 @@ class HeadShare:
     def of(cls, vllm_config: VllmConfig) -> "HeadShare":
         """This process's share."""
         num_workers = vllm_config.parallel_config.tensor_parallel_size
-        num_replicas = max(1, num_workers // vllm_config.model_config.get_total_num_kv_heads())
+        num_replicas = max(1, num_workers // full_layer(vllm_config.model_config).total_num_kv_heads)
         return cls(get_tensor_model_parallel_rank(), num_workers, num_replicas)
 
     @property
@@ -35,13 +37,13 @@ class HeadShare:
         return list(range(first, first + num_kv_heads))
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """``[H, ...]`` of all KV heads, each once, from the tensors of the workers' own heads."""
+        """``[H, ...]`` of the heads of all workers, from the tensors of each one's own: of a KV head that several hold,
+        each has what its own queries say, which count alike."""
         # Where workers share memory, vLLM's operator takes floating-point numbers alone. It copies them bit by bit.
         bits = tensor.contiguous().unsqueeze(-1)
         if not tensor.is_floating_point():
             bits = bits.view(torch.float32)
-        gathered = get_tp_group().all_gather(bits, dim=0).view(tensor.dtype).squeeze(-1)
-        return gathered.unflatten(0, (-1, tensor.shape[0]))[:: self.num_replicas].flatten(0, 1)
+        return get_tp_group().all_gather(bits, dim=0).view(tensor.dtype).squeeze(-1)
 
     def failed_anywhere(self, failed: list[bool]) -> list[bool]:
         """Flags of the plans that failed on any worker, from those of this worker."""
