@@ -236,7 +236,7 @@ sanitize: setup
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libasan.so):$$("$${CXX:-c++}" -print-file-name=libubsan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 tests/ops \
-		-k "not plain-torch and not vllm and not lesser_processors" \
+		-k "not plain-torch and not vllm" \
 		--ignore tests/ops/test_cuda.py --ignore tests/ops/test_cuda_head_pages.py --ignore tests/ops/test_emulation.py \
 		--ignore tests/ops/test_triton.py \
 		--native-library build/sanitize/vllm_kvmerge/ops/_native.so $(ARGS)

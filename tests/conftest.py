@@ -19,11 +19,8 @@ from vllm_kvmerge.ops import cpu
 INNER_LOOP = "not engine"
 """What is asked for with ``-m`` between two edits."""
 
-THIN_ON_GPU = 7
-"""Each case compiles kernels of its own."""
-
-THIN = 4
-"""Of the tests of all operators, one of how many cases of each runs in the fast layer."""
+THIN_ON_GPU, THIN = 7, 4
+"""Of each test of all operators, one of how many cases runs: on a GPU, which compiles for each; in the fast layer."""
 
 INNER_CASES = 4
 """Of any test, about how many cases run in the inner loop."""
@@ -53,7 +50,6 @@ def pytest_addoption(parser):
     )
     parser.addoption("--operations", type=int, help="of the random schedules in tests/engine/test_machine.py")
     parser.addoption("--requests", type=int, help="of the stress in tests/engine/test_poison.py; default: 60")
-    parser.addoption("--starts", type=int, help="of servers in tests/server/test_restarts.py; default: 2")
     parser.addoption("--fuzz-cases", type=int, help="requests in tests/server/test_hostile_input.py")
     parser.addoption(
         "--all",
@@ -98,10 +94,9 @@ def pytest_configure(config):
 def pytest_report_header(config):
     libraries = vllm_library.runnable()
     chosen = config.getoption("--vllm-library", default=None) or next(iter(libraries), "none for this processor")
-    levels = cpu.levels() if cpu.LIBRARY.exists() else ["not built"]
     return [
         f"vLLM's operators: {chosen} (this processor can run {', '.join(libraries) or 'none'})",
-        f"native operators: {levels[0]} (tested: {', '.join(levels)})",
+        f"native operators tested: {', '.join(cpu.levels()) if cpu.LIBRARY.exists() else 'not built'}",
     ]
 
 

@@ -2,23 +2,20 @@
 
 A server is three processes, each of which imports vLLM and PyTorch for eleven seconds: four fifths of what starting it
 costs. Processes made here are forks of one that has imported them and has done nothing else: it has one thread, no
-engine and no event loop. Python's own ``multiprocessing.forkserver`` hands on no environment, and makes processes its
-own children, which tests of crashes would notice. So:
+engine and no event loop. (Python's own ``multiprocessing.forkserver`` hands on no environment, and makes processes its
+own children, which tests of crashes would notice.) So:
 
 - ``Popen`` is ``subprocess.Popen`` for ``[sys.executable, *words]``. The process is a child of this one, with the
   environment, working directory, descriptors and ``preexec_fn`` that it is given.
-- The start method ``spawn``, which vLLM's CPU platform demands, forks as well in such a process: the new one is its
-  child, gets its pickled object and its environment at that moment, and otherwise what imports leave, not its state.
+- The start method ``spawn``, which vLLM's CPU platform demands, forks as well in such a process.
 - Whoever starts a process asks a *source*: a fork that has done nothing since the imports, that it alone has and that
   ends with it. The source forks twice and the process between ends, whereupon the system gives the orphan to the
   nearest ancestor that adopts them: the one that asks.
 - What is read from the environment while modules are imported was read once. Where a process would have read other
   values, ``Popen`` refuses, and ``spawn`` starts it from scratch.
 
-Where all tests run, pytest-xdist's workers are such processes too, so that imports happen once.
-
-Tests of how processes start use ``subprocess``; so does the fixture ``server``, which most tests of ``tests/server``
-share.
+pytest-xdist's workers are such processes too. Tests of how processes start use ``subprocess``; so does the fixture
+``server``, which most tests of ``tests/server`` share.
 """
 
 import atexit

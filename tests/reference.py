@@ -31,10 +31,9 @@ def request_page() -> str:
 
     def kind_of(field: dict[str, Any]) -> str:
         if "$ref" in field:
-            properties = definitions[field["$ref"].rpartition("/")[2]]["properties"]
-            return f"object ({', '.join(code(name) for name in properties)})"
+            field = {"type": "object", **definitions[field["$ref"].rpartition("/")[2]]}
         if field.get("type") == "object" and "properties" in field:
-            return f"object ({', '.join(code(name) for name in field['properties'])})"
+            return f"object ({', '.join(map(code, field['properties']))})"
         return " or ".join(map(kind_of, field["anyOf"])) if "anyOf" in field else type_text(field)
 
     def shown(value: Any) -> str:
@@ -50,39 +49,31 @@ def request_page() -> str:
 A policy may have other defaults, listed [below](#policies).
 
 """
-    text += table(
-        ["field", "type", "default", "meaning"],
-        [
-            [code(name), kind_of(field), shown(field.get("default")), field.get("description", "")]
-            for name, field in common["properties"].items()
-        ],
-    )
-    text += "\n## Policies\n\n"
+    head = ["field", "type", "default", "meaning"]
+    properties = common["properties"].items()
+    fields = [
+        [code(name), kind_of(field), shown(field.get("default")), field.get("description", "")]
+        for name, field in properties
+    ]
     kinds = list(found["parts"])
-    text += table(
-        ["policy", *kinds, "decode", "defaults"],
-        [
-            [
-                code(one["name"]),
-                *(code(one["parts"][kind]) if one["parts"] else "" for kind in kinds),
-                code(one["decode"]) if one["decode"] else "",
-                ", ".join(
-                    code(f"{name}: {json.dumps(value)}") for name, value in one["defaults"].items() if value is not None
-                ),
-            ]
-            for one in found["presets"]
-        ],
-    )
+    policies = []
+    for one in found["presets"]:
+        defaults = [f"{name}: {json.dumps(value)}" for name, value in one["defaults"].items() if value is not None]
+        parts = [code(one["parts"][kind]) if one["parts"] else "" for kind in kinds]
+        decode = code(one["decode"]) if one["decode"] else ""
+        policies.append([code(one["name"]), *parts, decode, ", ".join(map(code, defaults))])
+    text += table(head, fields)
+    text += "\n## Policies\n\n" + table(["policy", *kinds, "decode", "defaults"], policies)
     for kind in kinds:
         text += f"\n## {kind.capitalize()}s\n"
         for part in found["parts"][kind]:
             text += f"\n### {kind} {part['name']}\n\n{part['summary']}\n"
             if part["fields"]:
-                fields = [
+                rows = [
                     [code(one["name"]), one["type"], shown(one["default"]), one["description"]]
                     for one in part["fields"]
                 ]
-                text += "\n" + table(["field", "type", "default", "meaning"], fields)
+                text += "\n" + table(head, rows)
     return text
 
 

@@ -4,62 +4,34 @@ import ast
 import importlib.util
 import json
 import re
-from pathlib import Path
 
-import pytest
-
+from tests.documented import PAGES, ROOT, fences
 from vllm_kvmerge.cli import COMMANDS
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.request.parameters import parse_compression
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_kvmerge"
 README = (ROOT / "README.md").read_text()
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-
-WRITTEN_BY_COMMANDS = {"benchmarks/results/gpu_serving.json"}
-"""Paths that a command of the documentation writes."""
-
-TOP = "vllm_kvmerge|tests|csrc|benchmarks|configs|deploy|docker|docs"
-IN_PACKAGE = "ops|policies|request|engine|server|cli"
 
 
-def words(text: str) -> int:
-    return len(text.split())
+def test_paths_exist():
+    """Those below the repository, and those in backticks below the package."""
+    folders = "vllm_kvmerge|tests|csrc|benchmarks|configs|deploy|docker|docs"
+    missing = {"benchmarks/results/gpu_serving.json"}  # a command of the documentation writes it
+    for page in PAGES:
+        text = page.read_text()
+        named = {path.rstrip(".") for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]+", text)}
+        inside = re.findall(r"`((?:ops|policies|request|engine|server|cli)/[\w./*-]+)`", text)
+        for path in named | {f"vllm_kvmerge/{name}" for name in inside}:
+            assert any(ROOT.glob(path)) or path in missing, (page, path)
 
 
-def anchors(text: str) -> set[str]:
-    """What GitHub makes of a page's headings."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    headings = re.findall(r"^#+ (.*)$", prose, re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def dead_links(page: Path) -> list[str]:
-    dead = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in target:
-            continue
-        name, _, anchor = target.partition("#")
-        file = (page.parent / name).resolve() if name else page
-        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
-            dead.append(target)
-    return dead
-
-
-def missing_paths(text: str) -> set[str]:
-    """Paths below the repository, and those in backticks below the package, that are not there."""
-    named = {path.rstrip(".") for path in re.findall(rf"(?<![\w/.-])(?:{TOP})/[\w./*-]+", text)}
-    missing = {path for path in named if not any(ROOT.glob(path))} - WRITTEN_BY_COMMANDS
-    for path in re.findall(rf"`((?:{IN_PACKAGE})/[\w./*-]+)`", text):
-        if not any(PACKAGE.glob(path)):
-            missing.add(path)
-    return missing
-
-
-def test_readme_is_short():
-    assert words(README) <= 900
+def test_pages_named_in_code_exist():
+    folders = [PACKAGE, *(ROOT / name for name in ("tests", "csrc", "benchmarks", "configs", "deploy", "docker"))]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".h", ".cpp", ".yaml")]
+    for path in [*files, ROOT / "Dockerfile"]:
+        for name in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
+            assert (ROOT / name).exists(), (path, name)
 
 
 def test_the_figure_of_the_readme_is_measured():
@@ -89,58 +61,16 @@ def test_the_answers_of_the_readme_are_those_of_the_leaderboard():
     assert rows == [(policy, known[policy], later[policy]) for policy, *_ in rows]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_somewhere(page):
-    assert dead_links(page) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_paths_exist(page):
-    assert missing_paths(page.read_text()) == set()
-
-
-def test_what_is_not_there_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# One heading\n[a](#one-heading) [b](#another) [c](none.md) [d](https://example.org/none.md)\n")
-    assert dead_links(page) == ["#another", "none.md"]
-    text = "See `engine/none.py`, vllm_kvmerge/none.py, `ops/types.py` and tests/test_docs.py."
-    assert missing_paths(text) == {"engine/none.py", "vllm_kvmerge/none.py"}
-
-
-def test_pages_named_in_code_exist():
-    folders = [PACKAGE, *(ROOT / name for name in ("tests", "csrc", "benchmarks", "configs", "deploy", "docker"))]
-    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".h", ".cpp", ".yaml")]
-    named = {
-        name for path in [*files, ROOT / "Dockerfile"] for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())
-    }
-    assert named
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
-def code(page: Path) -> str:
-    """A page's code, a line for each line of a block and for each span in a paragraph."""
-    text = page.read_text()
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
-    return "\n".join([*blocks, *spans])
-
-
-def test_make_targets_exist():
-    lines = re.findall(r"^([\w-][\w -]*):", (ROOT / "Makefile").read_text(), re.M)
-    targets = {target for line in lines for target in line.split()}
-    lines = re.findall(r"^make((?: [a-z][a-z-]+)+)", "\n".join(map(code, PAGES)), re.M)
-    named = {target for line in lines for target in line.split()}
-    assert named >= {"serve", "test", "lint"}
-    assert named <= targets
-
-
-def test_modules_and_commands_exist():
-    lines = "\n".join(map(code, PAGES))
+def test_targets_modules_and_commands_exist():
+    """Those of blocks, and of spans in paragraphs."""
+    blocks = [text for page in PAGES for _, text in fences(page)]
+    lines = "\n".join([*blocks, *(span for page in PAGES for span in re.findall(r"`([^`\n]+)`", page.read_text()))])
+    targets = " ".join(re.findall(r"^([\w-][\w -]*):", (ROOT / "Makefile").read_text(), re.M)).split()
+    named = set(" ".join(re.findall(r"^make((?: [a-z][a-z-]+)+)", lines, re.M)).split())
+    assert named >= {"serve", "test", "lint"} and named <= set(targets)
     modules = set(re.findall(r"python -m ((?:vllm_kvmerge|tests)[\w.]*)", lines))
-    assert modules
-    assert [name for name in sorted(modules) if importlib.util.find_spec(name) is None] == []
-    commands = set(re.findall(r"^(?:\S*/)?vllm-kvmerge ([a-z-]+)\b", lines, re.M))
-    assert commands == set(COMMANDS)
+    assert modules and all(map(importlib.util.find_spec, modules))
+    assert set(re.findall(r"^(?:\S*/)?vllm-kvmerge ([a-z-]+)\b", lines, re.M)) == set(COMMANDS)
 
 
 def test_every_policy_is_in_the_table():
@@ -191,8 +121,8 @@ def test_every_parameter_of_the_parts_is_listed():
 
 
 def test_requests_in_the_text_are_accepted():
-    requests = [text for page in PAGES for text in re.findall(r'`(\{"policy"[^`]*\})`', page.read_text())]
-    assert '{"policy": "full"}' in requests
+    requests = [text for page in PAGES for text in re.findall(r'`(\{"(?:policy|budget)"[^`]*\})`', page.read_text())]
+    assert '{"policy": "full"}' in requests and '{"budget": 0.25}' in requests
     for text in requests:
         parse_compression(json.loads(text))  # raises
 
@@ -214,12 +144,3 @@ def test_routes_that_take_the_field_are_listed():
 
     text = (ROOT / "docs" / "request-field.md").read_text()
     assert [route for route in CARRIERS if f"`{route.removesuffix('/render')}`" not in text] == []
-
-
-def test_the_table_by_workload_has_requests():
-    page = (ROOT / "docs" / "choosing-a-policy.md").read_text()
-    table = page.partition("\n| workload |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert len(table) == 5
-    for row in table:
-        (request,) = re.findall(r"`({.*?})`", row)
-        parse_compression(json.loads(request))  # raises

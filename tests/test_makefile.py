@@ -10,11 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def make(target: str, owner: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Of an environment whose Python knows what is installed, and refuses to install anything.
-
-    For ``serve`` it has been set up, later than all files of this checkout.
-    """
+@pytest.mark.parametrize("owner", ["another", "this", "nobody"])
+@pytest.mark.parametrize(("target", "does"), [("setup", "installs"), ("serve", "starting vLLM")])
+def test_an_environment_of_another_checkout_is_refused(tmp_path: Path, target: str, does: str, owner: str) -> None:
+    """Its Python knows what is installed, and refuses to install anything; there is nothing to serve with."""
     folder, other = tmp_path / "environment", tmp_path / "other"
     (folder / "bin").mkdir(parents=True)
     other.mkdir()
@@ -30,25 +29,12 @@ def make(target: str, owner: str, tmp_path: Path) -> subprocess.CompletedProcess
         f'PYTHONPATH={tmp_path / "site"} exec {sys.executable} -S "$@"\n'
     )
     python.chmod(0o755)
-    if target == "serve":
+    if target == "serve":  # has been set up, later than all files of this checkout
         (folder / ".vllm-kvmerge-setup").touch()
-    return subprocess.run(
+    done = subprocess.run(
         ["make", "-C", str(ROOT), target, f"VENV={folder}"],
         capture_output=True, text=True, env=os.environ | {"MAKEFLAGS": ""}, timeout=60,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("owner", ["another", "this", "nobody"])
-def test_an_environment_of_another_checkout_is_refused(tmp_path: Path, owner: str) -> None:
-    done = make("setup", owner, tmp_path)
     assert done.returncode != 0
     assert ("another checkout" in done.stderr) == (owner == "another")
-    assert ("installs" in done.stderr) == (owner != "another")
-
-
-@pytest.mark.parametrize("owner", ["another", "this"])
-def test_the_package_of_another_checkout_is_not_served(tmp_path: Path, owner: str) -> None:
-    done = make("serve", owner, tmp_path)
-    assert done.returncode != 0  # there is nothing to serve with
-    assert ("another checkout" in done.stderr) == (owner == "another")
-    assert ("starting vLLM" in done.stdout) == (owner == "this")
+    assert (does in done.stdout + done.stderr) == (owner != "another")

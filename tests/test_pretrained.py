@@ -1,7 +1,6 @@
 """Language models by name: fetched, checked and converted; what is said where that cannot be."""
 
 import hashlib
-import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,8 @@ pytestmark = pytest.mark.engine
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path / "index"), "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
     return tmp_path / "cache" / "vllm-kvmerge"
 
 
@@ -30,21 +31,12 @@ def tiny_gguf(path: Path) -> bytes:
 
     writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
     size, vocabulary = 64, ["<s>", "</s>", *bytes_to_unicode().values(), "ab"]
-    writer.add_block_count(1)
-    writer.add_context_length(256)
-    writer.add_embedding_length(size)
-    writer.add_feed_forward_length(size)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(vocabulary))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(vocabulary)
-    writer.add_token_types([3, 3, *[1] * 257])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    values = {"block_count": 1, "context_length": 256, "embedding_length": size, "feed_forward_length": size}
+    values |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
+    values |= {"vocab_size": len(vocabulary), "tokenizer_model": "gpt2", "token_list": vocabulary}
+    values |= {"token_types": [3, 3, *[1] * 257], "token_merges": ["a b"], "bos_token_id": 0, "eos_token_id": 1}
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
     shapes = {"token_embd": (len(vocabulary), size), "output_norm": (size,), "blk.0.attn_norm": (size,)}
     shapes |= {"blk.0.ffn_norm": (size,), "blk.0.attn_q": (size, size), "blk.0.attn_k": (size // 2, size)}
     shapes |= {"blk.0.attn_v": (size // 2, size), "blk.0.attn_output": (size, size)}
@@ -68,15 +60,13 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
         name = f"tiny_model_part{number}"
         with zipfile.ZipFile(tmp_path / "index" / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/data.bin", half)
-            wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            wheel.writestr(
-                f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-            )
-            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
-    for variable, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path / "index"), "CONFIG_FILE": "/dev/null"}.items():
-        monkeypatch.setenv(f"PIP_{variable}", value)
-    names = ("tiny-model-part1==1.0", "tiny-model-part2==1.0")
-    source = pretrained.Source(names, hashlib.sha256(data).hexdigest(), "some/model", "Apache-2.0")
+            info = f"{name}-1.0.dist-info"
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    source = pretrained.Source(
+        ("tiny-model-part1==1.0", "tiny-model-part2==1.0"), hashlib.sha256(data).hexdigest(), "some/model", "Apache-2.0"
+    )
     monkeypatch.setitem(pretrained.SOURCES, "tiny", source)
     return data
 
@@ -90,9 +80,7 @@ def test_a_model_is_made_once_of_the_file_in_its_packages(packages, cache, capsy
     assert folder.parent == cache and "some/model (Apache-2.0)" in capsys.readouterr().err
     assert [path.name for path in cache.iterdir()] == [folder.name], "nothing else is left"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.dtype == torch.bfloat16 and "quantization_config" not in json.loads(
-        (folder / "config.json").read_text()
-    )
+    assert model.dtype == torch.bfloat16 and "quantization_config" not in (folder / "config.json").read_text()
     (cache.parents[1] / "again.gguf").write_bytes(packages)
     tensors = {one.name: one.data for one in gguf.GGUFReader(cache.parents[1] / "again.gguf").tensors}
     values = torch.tensor(tensors["blk.0.attn_v.weight"]).bfloat16()
@@ -105,9 +93,8 @@ def test_a_model_is_made_once_of_the_file_in_its_packages(packages, cache, capsy
 
 def test_another_file_than_the_known_one_is_refused(packages, cache, monkeypatch):
     monkeypatch.setitem(pretrained.SOURCES, "tiny", replace(pretrained.SOURCES["tiny"], sha256="0" * 64))
-    with pytest.raises(
-        CommandError, match=r"tiny-model-part1==1.0 has another file .* SHA-256 [0-9a-f]{64}, and no hub"
-    ):
+    said = r"tiny-model-part1==1.0 has another file .* SHA-256 [0-9a-f]{64}, and no hub"
+    with pytest.raises(CommandError, match=said):
         demo.named("tiny")
     assert list(cache.iterdir()) == []
 
@@ -125,9 +112,7 @@ def test_what_was_made_of_another_file_is_not_taken(monkeypatch):
         assert Path(demo.named("tiny"), "config.json").read_text() == digest
 
 
-def test_where_nothing_can_be_fetched_one_line_says_so(monkeypatch, tmp_path):
-    for variable, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
-        monkeypatch.setenv(f"PIP_{variable}", value)
+def test_where_nothing_can_be_fetched_one_line_says_so():
     with pytest.raises(CommandError) as raised:
         demo.named("smollm2")
     said = str(raised.value)

@@ -40,9 +40,10 @@ def test_every_benchmark_can_be_imported_and_explains_itself():
     assert {"serving.py", "compaction.py", "gpu_serving.py"} <= set(done.stdout.split())
 
 
-def rows(path: Path, script: str, *arguments: str, repeats: tuple[str, ...] = ("--repeats", "1")) -> list[dict]:
-    """The rows of the JSON file that the benchmark writes. repeats: its option for that, if it has one."""
-    command = [sys.executable, str(FOLDER / script), "--output", str(path), *repeats, *arguments]
+def rows(path: Path, command: str) -> list[dict]:
+    """The rows of the JSON file that the benchmark writes."""
+    script, *arguments = command.split()
+    command = [sys.executable, str(FOLDER / script), "--output", str(path), "--repeats", "1", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, preexec_fn=end_with_tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = json.loads(path.read_text())
@@ -52,24 +53,17 @@ def rows(path: Path, script: str, *arguments: str, repeats: tuple[str, ...] = ("
 
 @pytest.mark.benchmarks
 def test_compaction(tmp_path):
-    some = rows(
-        tmp_path / "c.json", "compaction.py", "--entries", "256", "--budget", "64", "--policies", "h2o", "snapkv"
-    )
+    some = rows(tmp_path / "c.json", "compaction.py --entries 256 --budget 64 --policies h2o snapkv")
     assert [row["policy"] for row in some] == ["h2o", "snapkv"]
     assert all(row["prompt_end"]["median"] > 0 for row in some)
     assert some[0]["decoding"]["median"] > 0 and some[1]["decoding"] is None  # snapkv compresses once
 
 
-@pytest.fixture
-def cases():
-    return ["stock vLLM", "plain", "keepkv"]
-
-
 @pytest.mark.benchmarks
-def test_serving(tmp_path, cases):
-    lengths = ("--lengths", "200", "--requests", "2", "--tokens", "40", "--budget", "0.2", "--policies", "keepkv")
-    some = rows(tmp_path / "s.json", "serving.py", *lengths)
-    assert [row["case"] for row in some] == [*cases[:2], "empty cache", cases[2]]
+def test_serving(tmp_path):
+    command = "serving.py --lengths 200 --requests 2 --tokens 40 --budget 0.2 --policies keepkv"
+    some = rows(tmp_path / "s.json", command)
+    assert [row["case"] for row in some] == ["stock vLLM", "plain", "empty cache", "keepkv"]
     stock, plain, empty, _ = some
     assert empty["peak_tokens"] < plain["peak_tokens"]
     assert all(row["decode_tokens_per_second"]["median"] > 0 for row in some)
@@ -82,8 +76,7 @@ def test_serving(tmp_path, cases):
 
 @pytest.mark.benchmarks
 def test_memory_pressure(tmp_path):
-    sizes = ("--requests", "4", "--length", "256", "--tokens", "150", "--policies", "keepkv")
-    some = rows(tmp_path / "m.json", "memory_pressure.py", *sizes)
+    some = rows(tmp_path / "m.json", "memory_pressure.py --requests 4 --length 256 --tokens 150 --policies keepkv")
     assert [row["case"] for row in some] == ["stock vLLM", "keepkv", "keepkv under pressure"]
     assert all(row["requests_per_minute"]["median"] > 0 and 0 < row["peak_usage"] <= 1 for row in some)
     # Two prompts fit, and cannot both grow by half; compressed to a fifth, they can.
@@ -92,22 +85,9 @@ def test_memory_pressure(tmp_path):
 
 @pytest.mark.benchmarks
 def test_contexts(tmp_path):
-    sizes = (
-        "--documents",
-        "2",
-        "--questions",
-        "6",
-        "--part",
-        "3",
-        "--tokens",
-        "256",
-        "--fit",
-        "4",
-        "--sides",
-        "snapkv",
-    )
-    chat = ("--turns", "3", "--turn-tokens", "80", "--chats", "1", "--chat-policies", "keydiff", "--clock", "processor")
-    some = rows(tmp_path / "c.json", "contexts.py", *sizes, *chat)
+    command = "contexts.py --documents 2 --questions 6 --part 3 --tokens 256 --fit 4 --sides snapkv"
+    chat = "--turns 3 --turn-tokens 80 --chats 1 --chat-policies keydiff --clock processor"
+    some = rows(tmp_path / "c.json", f"{command} {chat}")
     assert [row["case"] for row in some] == ["stock vLLM", "snapkv", "stock vLLM", "keydiff", "keydiff, reuse"]
     stock, snapkv, _, alone, again = some
     assert stock["ratio"]["median"] == 1 and snapkv["requests_per_minute"]["median"] > 0

@@ -5,24 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
-import leaderboard  # noqa: E402
-from leaderboard import Cell, cells_of, level_with_best, ranked_for_default, rows_of, table, unpack  # noqa: E402
-
-from vllm_kvmerge.evaluation.results import RunFolder  # noqa: E402
-from vllm_kvmerge.evaluation.runner import cells_of as eval_cells  # noqa: E402
+from leaderboard import Cell, level_with_best, ranked_for_default, rows_of, table  # noqa: E402
 
 
-def cell(policy, task, scores, budget=0.25, case="known", loops=(), **parameters):
-    budget = None if policy == "full" else budget
-    parameters = {} if policy == "full" else {"policy": policy.split()[0], **parameters}
-    counted = dict(enumerate(scores))
-    return Cell("real", "model", task, case, policy, parameters, budget, counted, 100.0, list(loops))
+def cell(policy, task, scores):
+    budget, parameters = (None, {}) if policy == "full" else (0.25, {"policy": policy})
+    return Cell("real", "model", task, "known", policy, parameters, budget, dict(enumerate(scores)), 100.0, [])
 
 
 def board(**scores):
@@ -50,45 +41,6 @@ def test_the_default_reads_the_prompt_once_where_that_is_level_with_the_best():
     assert [row.policy for row in ranked_for_default(rows)] == ["snapkv", "kvzip", "local"]
     _, rows = board(kvzip=1.0, snapkv=0.5)
     assert [row.policy for row in ranked_for_default(rows)] == ["kvzip", "snapkv"]
-
-
-def test_samples_of_several_runs_add_up():
-    one = cell("snapkv", "one", [1.0, 0.0], loops=[1])
-    other = Cell(**{**vars(one), "scores": {1: 1.0, 2: 0.5}, "bytes": 130.0, "loops": [1, 2]})
-    more = one.with_more(other)
-    assert more.scores == {0: 1.0, 1: 0.0, 2: 0.5} and more.loops == [1, 2] and more.bytes == 110
-
-
-@pytest.fixture
-def run_config(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaderboard, "ROOT", tmp_path)
-    path = tmp_path / "configs/eval/real.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        "{model: demo, policies: [full, snapkv], budgets: [0.25], samples: 3, tasks: "
-        "[{task: demo_recall, length: 64}, {task: demo_recall, length: 64, question_agnostic: true}]}"
-    )
-    return path
-
-
-def test_a_run_goes_on_from_what_is_there(run_config, tmp_path):
-    from vllm_kvmerge.evaluation.config import read_config
-
-    config, folder = read_config(run_config, {}), tmp_path / "eval-results/real"
-    known = [
-        Cell("real", "demo", "demo_recall 64", "later", policy, {}, budget, {0: 1.0, 2: 0.0}, 50.0, [])
-        for policy, budget in (("full", None), ("snapkv", 0.25))
-    ]
-    unpack(known, folder)
-    with RunFolder(folder, config.identity()) as opened:
-        found = {(result.cell, result.sample): result.score for result in opened.results}
-    agnostic = [one for one in eval_cells(config) if config.is_question_agnostic(one.entry)]
-    assert found == {(one.key, sample): score for one in agnostic for sample, score in ((0, 1.0), (2, 0.0))}
-    # What was not measured here does not count as measured.
-    again = {one.key: one for one in cells_of(folder)}
-    assert all(again[one.key].scores == one.scores for one in known)
-    assert all(one.with_more(again[one.key]) == one for one in known)
-    assert np.mean([one.bytes for one in again.values()]) == 0
 
 
 def test_the_papers_table_is_what_the_command_prints():

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ from vllm_kvmerge.cli import health, main
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -32,7 +30,7 @@ class Health(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture(params=[False, True], ids=["http", "https"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[http.server.HTTPServer]:
+def server(request, tmp_path):
     """Announced as one that listens everywhere."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health)
     if request.param:

@@ -1,6 +1,5 @@
 """``vllm-kvmerge train-kvzap``: what it learns from, what it writes, and what it refuses."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,9 +38,7 @@ def test_what_is_learnt_are_the_scores_of_a_repetition(eager) -> None:
 
 
 @pytest.mark.parametrize("hidden_dim", ["0", "64"])
-def test_a_model_is_trained_and_can_be_loaded(
-    eager, capsys: pytest.CaptureFixture[str], tmp_path: Path, hidden_dim: str
-) -> None:
+def test_a_model_is_trained_and_can_be_loaded(eager, capsys, tmp_path, hidden_dim):
     """It knows more of a text that it has not seen than the mean of its scores."""
     command = ["train-kvzap", "demo", "--num-texts", "4", "--max-tokens", "300", "--epochs", "20"]
     assert main([*command, "--hidden-dim", hidden_dim, "--output", str(tmp_path / "new" / "kvzap")]) == 0
@@ -57,7 +54,7 @@ def test_a_model_is_trained_and_can_be_loaded(
     assert (predicted - scores)[1:].square().mean() < 0.5 * scores[1:].var(2).mean()
 
 
-def test_texts_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_texts_of_ones_own(capsys, tmp_path):
     """As many as are asked for; what follows them is not read."""
     lines = '{"text": "remember fiso 1953.", "source": "mine"}\n{"text": "recall fiso"}\nnothing\n'
     (tmp_path / "texts.jsonl").write_text(lines)
@@ -84,9 +81,7 @@ def test_texts_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], texts: str | None, said: str
-) -> None:
+def test_what_is_refused(capsys, tmp_path, words, texts, said):
     if texts is not None:
         (tmp_path / "texts.jsonl").write_text(texts)
         words = [*words, "--texts", str(tmp_path / "texts.jsonl")]

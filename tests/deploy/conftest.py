@@ -3,12 +3,9 @@
 import fcntl
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.deploy import api_server as kubernetes
 
 
 @pytest.fixture(scope="session")
@@ -30,14 +27,6 @@ def node_modules(repository: Path) -> Path:
             command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
             subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder / "node_modules"
-
-
-@pytest.fixture(scope="session")
-def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kubernetes.APIServer]:
-    if len(kubernetes.programs()) < 2:
-        pytest.skip("needs kube-apiserver and etcd (KUBEBUILDER_ASSETS)")
-    with kubernetes.running(tmp_path_factory.mktemp("kubernetes")) as server:
-        yield server
 
 
 @pytest.fixture

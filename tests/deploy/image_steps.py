@@ -5,15 +5,16 @@ seccomp, a stage's base is a Debian of debootstrap's with its Python instead of 
 VOLUME, EXPOSE and LABEL are read and not carried out, and pip and apt find packages the way this machine does.
 """
 
-import fnmatch
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pathspec
 from dockerfile_parse import DockerfileParser
 
 PACKAGES = "python3,python3-venv,ca-certificates"
@@ -137,9 +138,9 @@ def _copy(words: list[str], stage: Stage, stages: dict[str, Stage], context: Pat
         path = source_root / source.lstrip("/")
         if path.is_dir():
             if source_root == context:
-                ignored = Ignored(context)
+                is_ignored = ignored(context).match_file
                 for file in sorted(p for p in path.rglob("*") if p.is_file()):
-                    if not ignored.covers(file.relative_to(context).as_posix()):
+                    if not is_ignored(file.relative_to(context).as_posix()):
                         place = target / file.relative_to(path)
                         place.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copy(file, place)
@@ -147,34 +148,16 @@ def _copy(words: list[str], stage: Stage, stages: dict[str, Stage], context: Pat
                 target.mkdir(parents=True, exist_ok=True)
                 subprocess.run(["cp", "-a", f"{path}/.", str(target)], check=True)
         else:
-            assert source_root != context or not Ignored(context).covers(source), f"{source} is in .dockerignore"
+            assert source_root != context or not ignored(context).match_file(source), f"{source} is in .dockerignore"
             place = target / path.name if destination.endswith("/") else target
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, place)
 
 
-class Ignored:
-    """A .dockerignore: the last pattern that a path or a folder above it matches decides."""
-
-    def __init__(self, context: Path) -> None:
-        lines = (line.strip() for line in (context / ".dockerignore").read_text().splitlines())
-        self._patterns = [line for line in lines if line and not line.startswith("#")]
-
-    def covers(self, path: str) -> bool:
-        parts = path.split("/")
-        above = ["/".join(parts[: n + 1]) for n in range(len(parts))]
-        covered = False
-        for pattern in self._patterns:
-            name = pattern.removeprefix("!")
-            if any(_matches(folder, name) for folder in above):
-                covered = not pattern.startswith("!")
-        return covered
-
-
-def _matches(path: str, pattern: str) -> bool:
-    if pattern.startswith("**/"):
-        return _matches(path.rsplit("/", 1)[-1], pattern[3:])
-    return path.count("/") == pattern.count("/") and fnmatch.fnmatch(path, pattern)
+def ignored(context: Path) -> pathspec.GitIgnoreSpec:
+    """What .dockerignore leaves out of the context: patterns begin at its root, unlike those of .gitignore."""
+    lines = (context / ".dockerignore").read_text().splitlines()
+    return pathspec.GitIgnoreSpec.from_lines(re.sub(r"^(!?)(?=[^#])", r"\1/", line) for line in lines)
 
 
 def _pip_variables() -> dict[str, str]:

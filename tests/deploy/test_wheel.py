@@ -35,9 +35,8 @@ def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_holds_the_configurations_and_the_native_library(wheel: Path, repository: Path) -> None:
     assert "-py3-none-linux_" in wheel.name
-    names = set(zipfile.ZipFile(wheel).namelist())
-    files = {path.relative_to(repository).as_posix() for path in (repository / "configs").rglob("*.yaml")}
-    assert files and {f"vllm_kvmerge/{path}" for path in files} | {"vllm_kvmerge/ops/_native.so"} <= names
+    files = {f"vllm_kvmerge/{path.relative_to(repository)}" for path in (repository / "configs").rglob("*.yaml")}
+    assert files and files | {"vllm_kvmerge/ops/_native.so"} <= set(zipfile.ZipFile(wheel).namelist())
 
 
 @pytest.mark.slow

@@ -140,6 +140,14 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture
+def fronts(engine: Engine) -> "Iterator[FrontCache]":
+    """With an empty prefix cache, in which compressed contexts stay."""
+    assert engine.llm.reset_prefix_cache()
+    with engine.sharing_contexts() as fronts:
+        yield fronts
+
+
 def in_a_process(words: list[str], job: Any, is_stock: bool = False, timeout: float = 500, **variables: str) -> Any:
     """What a program in a process of its own prints as JSON behind FOUND; job: JSON of its standard input.
 

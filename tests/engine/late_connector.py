@@ -45,8 +45,8 @@ class LateConnector(ExampleConnector):
     # In the scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        number, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return max(number or 0, 0), bool(number and number > 0)
+        number = max(super().get_num_new_matched_tokens(request, num_computed_tokens)[0] or 0, 0)
+        return number, number > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
@@ -86,8 +86,7 @@ class LateConnector(ExampleConnector):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         over = {name for name, (step, load) in self._loading.items() if load.done() and self._step >= step + STEPS}
         for name in over:
-            _, load = self._loading.pop(name)
-            self._invalid |= load.result()
+            self._invalid |= self._loading.pop(name)[1].result()
         return None, over or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -98,17 +97,15 @@ class LateConnector(ExampleConnector):
 class VainConnector(ExampleConnector):
     """Loads within the step, but in vain: all blocks are filled with what must not be read."""
 
+    _invalid: set[int] = set()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, ExampleConnectorMetadata)
         super().start_load_kv(forward_context, **kwargs)
-        self._invalid: set[int] = set()
-        for request in metadata.requests:
-            if not request.is_store:
-                self._invalid |= set((request.slot_mapping // self._block_size).tolist())
+        loads = [one for one in self._get_connector_metadata().requests if not one.is_store]  # type: ignore[attr-defined]
+        self._invalid = {slot // self._block_size for one in loads for slot in one.slot_mapping.tolist()}
         for layer in forward_context.no_compile_layers.values() if self._invalid else ():
             layer.kv_cache[list(self._invalid)] = 7.0
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid = getattr(self, "_invalid", set()), set()
+        invalid, self._invalid = self._invalid, set()
         return invalid

@@ -100,39 +100,24 @@ def test_streaming_llm_with_positions_shifted(engine, prompt, interval, chunk):
     assert engine.tokens([prompt], params("streaming_llm", **fields, positions="text")) != [expected]
 
 
-def short(policy: str, **fields) -> SamplingParams:
+def short(policy: str) -> SamplingParams:
     """A prompt in chunks, where it may be, and several compressions of the answer, where there are any."""
-    chunk = None if policy == "kvzip" else {"chunk": 90}
-    return params(policy, 30, **{"interval": 7, "prefill": chunk} | fields)
-
-
-@pytest.fixture(scope="module")
-def alone(engine, prompt):
-    """What each policy generates without company."""
-    assert engine.llm.reset_prefix_cache()
-    return {policy: engine.tokens([prompt], short(policy))[0] for policy in POLICIES}
+    return params(policy, 30, interval=7, prefill=None if policy == "kvzip" else {"chunk": 90})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", [None, 2, 5, 20])
-def test_neither_company_nor_preemption_changes_anything(engine, prompt, alone, when):
+def test_neither_company_nor_preemption_changes_anything(engine, prompt, when):
     """Plain requests in the same batches are as they were, too."""
     rng = np.random.default_rng(32)
-    plain = [random_prompt(rng, length) for length in (40, 350)]
-    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    expected = alone | {f"plain {len(some)}": engine.tokens([some], sampling)[0] for some in plain}
+    jobs = {policy: (prompt, short(policy)) for policy in POLICIES}
+    for length in (40, 350):
+        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        jobs[f"plain {length}"] = random_prompt(rng, length), sampling
     assert engine.llm.reset_prefix_cache()
-    for policy in POLICIES:
-        engine.llm.llm_engine.add_request(policy, {"prompt_token_ids": prompt}, short(policy))
-    for some in plain:
-        engine.llm.llm_engine.add_request(f"plain {len(some)}", {"prompt_token_ids": some}, sampling)
+    expected = {name: engine.tokens([some], sampling)[0] for name, (some, sampling) in jobs.items()}
+    assert engine.llm.reset_prefix_cache()
+    for name, job in jobs.items():
+        engine.add(name, *job)
     assert run(engine, preempting(engine, when)) == expected
     engine.assert_empty()
-
-
-@pytest.mark.slow
-def test_distances_are_those_of_the_cache(engine, prompt, alone):
-    """In a window of tokens that follow one another they are those of the text, and with anything else they are not."""
-    for policy in POLICIES:
-        in_text = engine.tokens([prompt], short(policy, positions="text"))[0]
-        assert (in_text == alone[policy]) == (policy == "local"), policy

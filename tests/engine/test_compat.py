@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -65,18 +66,12 @@ def test_importing_changes_nothing_and_installing_changes_all_once():
 
 
 def test_hooks_are_called_before_the_engine_stops_the_newest_first():
-    calls: list[tuple[str, float | None]] = []
-    client = SimpleNamespace(shutdown=lambda timeout: calls.append(("engine", timeout)))
-
-    def hook(name: str, left: float | None):
-        def called(timeout: float | None) -> float | None:
-            calls.append((name, timeout))
-            return left
-
-        return called
-
-    compat.before_shutdown(client, hook("first", 3))
-    compat.before_shutdown(client, hook("second", 5))
+    calls = Mock(first=Mock(return_value=3), second=Mock(return_value=5))
+    client = SimpleNamespace(shutdown=lambda timeout: calls.engine(timeout))
+    compat.before_shutdown(client, calls.first)
+    compat.before_shutdown(client, calls.second)
     client.shutdown()
     client.shutdown(timeout=9)
-    assert calls == [("second", None), ("first", 5), ("engine", 3), ("second", 9), ("first", 5), ("engine", 3)]
+    assert calls.mock_calls == [
+        call.second(None), call.first(5), call.engine(3), call.second(9), call.first(5), call.engine(3)
+    ]  # fmt: skip

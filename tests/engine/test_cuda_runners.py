@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 MAX_TOKENS = 100
 NUM_BLOCKS = 11
+SMALL = engine_arguments() | {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": MAX_TOKENS}
 CHECKS_OF_GPUS = (
     "asked_for or vllms or flash or references[together] or change or is_as and keepkv or every_kind or nothing[3]"
 )
@@ -75,12 +76,8 @@ def jobs() -> list:
         extra = compression(policy, budget=40, interval=8, prefill={"chunk": 20}, **fields)
         found.append((random_prompt(rng, 110), extra, 12))
     # Positions that count the entries of the cache, beside others in batches and graphs.
-    for policy, fields in (
-        ("streaming_llm", {}),
-        ("morphkv", {}),
-        ("adakv", {"prefill": {"chunk": 20}}),
-        ("keepkv", {}),
-    ):
+    chunks = {"prefill": {"chunk": 20}}
+    for policy, fields in (("streaming_llm", {}), ("morphkv", {}), ("adakv", chunks), ("keepkv", {})):
         extra = compression(policy, budget=40, interval=8, decode="bounded", positions="cache", **fields)
         found.append((random_prompt(rng, 90), extra, 30))
     # Contexts that others have compressed, some of them all of the prompt; as many as are not lost to other requests.
@@ -99,56 +96,47 @@ def expected(engine) -> list:
     return [output.outputs[0] for output in outputs]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A turn of a chat, and what the CPU's runner answers. stop: tokens that end it."""
-
-    prompt: list[int]
-    extra: dict
-    num_tokens: int
-    stop: list[int]
-    answer: list[int]
-    logprob: float
-
-    @property
-    def asked(self) -> tuple[list[int], dict, int, list[int]]:
-        return self.prompt, self.extra, self.num_tokens, self.stop
-
-
-def answered(engine, prompt: list[int], extra: dict, num_tokens: int, stop: list[int]) -> Turn:
+def answered(engine, *asked) -> tuple[tuple, list[int], float]:
+    """A turn of a chat: (prompt, extra arguments, tokens to generate, tokens that end it), and what the CPU's runner
+    answers with its log-probability."""
+    prompt, extra, num_tokens, stop = asked
     params = greedy(extra, num_tokens)
     params.stop_token_ids = stop
     answer = engine.generate([prompt], params)[0].outputs[0]
-    return Turn(prompt, extra, num_tokens, stop, list(answer.token_ids), answer.cumulative_logprob)
+    return asked, list(answer.token_ids), answer.cumulative_logprob
 
 
-def stopped(engine, rng: np.random.Generator, extra: dict) -> Turn:
+def stopped(engine, rng: np.random.Generator, extra: dict) -> tuple[tuple, list[int], float]:
     """A turn that ends with a stop token, before its last. Its prompt is random."""
     while True:
         prompt = random_prompt(rng, 80)
-        tokens = answered(engine, prompt, extra, 12, []).answer
+        _, tokens, _ = answered(engine, prompt, extra, 12, [])
         for index in range(4, 11):
             if tokens[index] not in tokens[:index]:
                 return answered(engine, prompt, extra, 12, [tokens[index]])
 
 
 @pytest.fixture(scope="module")
-def chats(engine) -> list[list[Turn]]:
+def chats(engine) -> list[list]:
     """Of three turns, of which the first ends with a stop token; and one of two, of which the first is compressed again
     by the step that is in flight then."""
     rng, found = np.random.default_rng(22), []
+
+    def following(turn, extra):
+        (prompt, *_), answer, _ = turn
+        return answered(engine, prompt + answer + random_prompt(rng, 20)[1:], extra, 12, [])
+
     for policy, decode in CHATS.items():
         extra = compression(policy, budget=40, interval=39, decode=decode, reuse="turns")
         with engine.sharing_contexts():
             turns = [stopped(engine, rng, extra)]
             for _ in range(2):
-                prompt = turns[-1].prompt + turns[-1].answer + random_prompt(rng, 20)[1:]
-                turns.append(answered(engine, prompt, extra, 12, []))
+                turns.append(following(turns[-1], extra))
         found.append(turns)
-    turn = stopped(engine, rng, compression("keepkv", budget=40, interval=39, decode="bounded"))
-    extra = compression("keepkv", budget=40, interval=len(turn.answer), decode="bounded", reuse="turns")
-    prompt = turn.prompt + turn.answer + random_prompt(rng, 20)[1:]
-    found.append([replace(turn, extra=extra), answered(engine, prompt, extra, 12, [])])
+    first = stopped(engine, rng, compression("keepkv", budget=40, interval=39, decode="bounded"))
+    (prompt, _, *more), answer, logprob = first
+    extra = compression("keepkv", budget=40, interval=len(answer), decode="bounded", reuse="turns")
+    found.append([((prompt, extra, *more), answer, logprob), following(first, extra)])
     return found
 
 
@@ -165,12 +153,10 @@ def pressed() -> list[list]:
 def under_pressure(engine) -> list:
     """What the CPU's runner generates with as few blocks, and how often each request is compressed."""
     assert engine.llm.reset_prefix_cache()
+    outputs = []
     with engine.with_blocks(NUM_BLOCKS - 1):
-        outputs = [
-            output
-            for some in pressed()
-            for output in engine.generate([prompt for prompt, *_ in some], greedy(some[0][1], some[0][2]))
-        ]
+        for some in pressed():
+            outputs += engine.generate([prompt for prompt, *_ in some], greedy(*some[0][1:]))
     return [[list(one.outputs[0].token_ids), one.kv_transfer_params[REPORT_KEY]["compressions"]] for one in outputs]
 
 
@@ -211,19 +197,16 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
     asked = list(zip(jobs(), expected, strict=True))
     if is_spread:  # compressions under pressure are not
         asked, chats, under_pressure = asked[:14] + asked[-9:], chats[-2:], []
-    arguments = engine_arguments() | {
+    arguments = SMALL | {
         "async_scheduling": True,
         "enforce_eager": False,
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"plain_attention": "ours" if is_spread else "auto"}},
     }
     result = on_cpu(
         arguments,
         [job for job, _ in asked],
-        [[turn.asked for turn in turns] for turns in chats],
+        [[asked for asked, *_ in turns] for turns in chats],
         pressed() if under_pressure else [],
         is_v2=is_v2,
         is_spread=is_spread,
@@ -245,13 +228,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats, under_press
     graphs = result.pop("graphs")
     assert graphs["captured"] == len(SIZES) and graphs["replayed"] > 20
     assert (result.pop("flash") > 200) != is_spread
-    assert result == {
-        "is_v2": is_v2,
-        "is_async": True,
-        "reserved": True,
-        "states": [],
-        "lost_blocks": 0,
-    }
+    assert result == {"is_v2": is_v2, "is_async": True, "reserved": True, "states": [], "lost_blocks": 0}
 
 
 @needs_avx512
@@ -264,12 +241,9 @@ def test_a_cache_of_8_bits():
     fields += [compression(policy, budget=40, interval=8) for policy in ("keepkv", "snapkv", "adakv", "morphkv", "d2o")]
     fields += [compression("snapkv", budget=40, positions="cache"), compression("kvzip", budget=40, chunk_size=60)]
     jobs = [(prompt, extra, 24) for extra in fields for prompt in prompts]
-    arguments = engine_arguments() | {
+    arguments = SMALL | {
         "dtype": "bfloat16",
         "kv_cache_dtype": "fp8_e4m3",
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": MAX_TOKENS,
         "kv_cache_memory_bytes": 2 * NUM_BLOCKS * bytes_per_block(itemsize=1),
     }
     result = on_cpu(arguments, jobs, [], [], has_graphs=False, flash=2)
@@ -280,17 +254,17 @@ def test_a_cache_of_8_bits():
     assert result["flash"] == 0
 
 
-def check_chats(chats: list[list[Turn]], found: list) -> None:
+def check_chats(chats: list[list], found: list) -> None:
     """found: of each turn the tokens, their log-probability, and the number of those that were not computed.
 
     What a stop token ends has that one too: the step in flight computes it. The last token of others is not computed.
     """
     cached = []
     for turns, answers in zip(chats, found, strict=True):
-        assert [tokens for tokens, *_ in answers] == [turn.answer for turn in turns]
+        assert [tokens for tokens, *_ in answers] == [tokens for _, tokens, _ in turns]
         logprobs = [logprob for _, logprob, _ in answers]
-        assert logprobs == pytest.approx([turn.logprob for turn in turns], abs=TOLERANCE)
-        ends = [len(turn.prompt) + len(turn.answer) - (not turn.stop) for turn in turns]
+        assert logprobs == pytest.approx([logprob for *_, logprob in turns], abs=TOLERANCE)
+        ends = [len(prompt) + len(tokens) - (not stop) for (prompt, _, _, stop), tokens, _ in turns]
         cached.append([num_cached == end for (*_, num_cached), end in zip(answers[1:], ends[:-1], strict=True)])
     assert cached == [[True, True]] * (len(chats) - 1) + [[False]]
     assert found[-1][1][2] % BLOCK_SIZE == 0

@@ -41,13 +41,6 @@ class Subscriber:
 
 
 @pytest.fixture
-def fronts(engine):
-    assert engine.llm.reset_prefix_cache()
-    with engine.sharing_contexts() as fronts:
-        yield fronts
-
-
-@pytest.fixture
 def subscriber(engine, fronts, monkeypatch) -> Subscriber:
     """As if the engine had been started with ``kv_events_config``."""
     one = Subscriber()
@@ -75,7 +68,7 @@ def test_fronts_are_announced_and_revoked(engine, fronts, subscriber):
     prompt = random_prompt(rng, FIRST)
     engine.generate([prompt], params("snapkv", context_tokens=FIRST - QUESTION))
     assert held(engine, subscriber) == subscriber.held
-    (front,) = (fronts.find(key) for key in list(fronts._fronts))
+    (front,) = fronts._fronts.values()
     (stored,) = subscriber.fronts
     # Blocks of no tokens, after one that nobody has: what looks for a prompt's blocks finds none of them.
     assert stored.parent_block_hash == maybe_convert_block_hash(front.key)

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 MERGING = sorted(name for name in PRESETS if PRESETS[name].merger != "drop")
 POLICIES = sorted(PRESETS)
 LENGTH, BUDGET, INTERVAL = 150, 64, 32
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 ARGUMENTS: dict[str, Any] = {
     "max_num_seqs": 32,
@@ -84,11 +85,8 @@ def test_long_answers(tmp_path: Path, num_tokens: int) -> None:
 def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of every policy, each compressed after every token: together they would take many times what a step has
     room for. A plain request beside them gets a token in each step, and no step is planned longer than allowed."""
-    texts, params = prompts(len(PRESETS)), {"temperature": 0, "ignore_eos": True}
-    scheduler = engine.scheduler
-    asked = {"budget": BUDGET, "interval": 1, "decode": "bounded"}
     names = sorted(set(PRESETS) - {"kvzip"})  # whose context is repeated first
-    fields = {name: SMALL.get(name, {}) | asked | {"policy": name} for name in names}
+    plain, *texts = prompts(len(PRESETS))
 
     class Paced(AtOnce):
         """The slowest policy takes almost all of a step."""
@@ -98,26 +96,25 @@ def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monk
             return 0.9 * STEP_SECONDS * (number + 1) / len(names)
 
     steps: list[tuple[float, int, bool]] = []
-    pace, schedule = Paced(1), scheduler.schedule
+    pace, schedule = Paced(1), engine.scheduler.schedule
 
     def noted(*arguments: Any) -> Any:
         output = schedule(*arguments)
         plans = attached_step(output).plans
-        plain = any(name.startswith("plain") for name in output.num_scheduled_tokens)
         seconds = sum(pace.seconds((plan.compression, 0), plan.front) for plan in plans)
-        steps.append((seconds, len(plans), plain))
+        has_plain = any(name.startswith("plain") for name in output.num_scheduled_tokens)
+        steps.append((seconds, len(plans), has_plain))
         return output
 
-    monkeypatch.setattr(scheduler, "schedule", noted)
-    monkeypatch.setattr(scheduler, "_pace", pace)
-    core, num_tokens = engine.llm.llm_engine, 200
-    core.add_request("plain", {"prompt_token_ids": texts[0]}, SamplingParams(max_tokens=num_tokens, **params))
-    for text, name in zip(texts[1:], names, strict=True):
-        sampling = SamplingParams(max_tokens=8, extra_args=compression(**fields[name]), **params)
-        core.add_request(name, {"prompt_token_ids": text[: BUDGET + 1]}, sampling)
+    monkeypatch.setattr(engine.scheduler, "schedule", noted)
+    monkeypatch.setattr(engine.scheduler, "_pace", pace)
+    engine.add("plain", plain, SamplingParams(max_tokens=200, **GREEDY))
+    for text, name in zip(texts, names, strict=True):
+        fields = SMALL.get(name, {}) | {"policy": name, "budget": BUDGET, "interval": 1, "decode": "bounded"}
+        engine.add(name, text[: BUDGET + 1], SamplingParams(max_tokens=8, extra_args=compression(**fields), **GREEDY))
     tokens = run(engine)
-    assert len(tokens["plain"]) == num_tokens and all(len(tokens[name]) == 8 for name in names)
-    assert all(plain for *_, plain in steps[:num_tokens]), "the plain request had to wait for a step"
+    assert {name: len(one) for name, one in tokens.items()} == {"plain": 200, **dict.fromkeys(names, 8)}
+    assert all(has_plain for *_, has_plain in steps[:200]), "the plain request had to wait for a step"
     assert sum(one for one, *_ in steps) > 5 * STEP_SECONDS and max(count for _, count, _ in steps) > 1
     assert max(one for one, *_ in steps) <= STEP_SECONDS
     engine.assert_empty()
@@ -134,17 +131,14 @@ HARMFUL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", HARMFUL)
-def test_sixteen_of_the_worst_are_answered_and_others_are_as_ever(engine: Engine, case: str) -> None:
+def test_sixteen_of_the_worst_are_answered_and_others_are_as_ever(engine: Engine, monkeypatch, case: str) -> None:
     """With the pace that workers have, so that compressions are spread as in a server."""
-    rng, sampling = np.random.default_rng(11), {"temperature": 0, "ignore_eos": True}
+    rng = np.random.default_rng(11)
     plain, long = [random_prompt(rng, 40) for _ in range(2)], [random_prompt(rng, 3_900) for _ in range(16)]
-    expected = engine.tokens(plain, SamplingParams(max_tokens=100, **sampling))
-    asked = SamplingParams(max_tokens=6, extra_args=compression(**HARMFUL[case]), **sampling)
-    at_once, engine.scheduler._pace = engine.scheduler._pace, Pace(engine.scheduler._limits.num_heads)
-    try:
-        params = [SamplingParams(max_tokens=100, **sampling)] * 2 + [asked] * 16
-        tokens = engine.tokens(plain + long, params)
-    finally:
-        engine.scheduler._pace = at_once
+    some = SamplingParams(max_tokens=100, **GREEDY)
+    expected = engine.tokens(plain, some)
+    monkeypatch.setattr(engine.scheduler, "_pace", Pace(engine.scheduler._limits.num_heads))
+    asked = SamplingParams(max_tokens=6, extra_args=compression(**HARMFUL[case]), **GREEDY)
+    tokens = engine.tokens(plain + long, [some] * 2 + [asked] * 16)
     assert tokens[:2] == expected and all(len(one) == 6 for one in tokens[2:])
     engine.assert_empty()

@@ -1,13 +1,13 @@
 """Budgets that differ by layer and head, in an engine: they cost what their average costs, and change no answer."""
 
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
-from tests.engine.conftest import Engine, random_prompt
+from tests.engine.conftest import preempting, random_prompt
 from tests.engine.worker.test_head_pages import POLICIES
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.evaluation.continuation import forced
@@ -16,14 +16,16 @@ from vllm_kvmerge.request.parameters import parse_compression
 UNEVEN = POLICIES[:7]
 
 
-def losses(engine: Engine, prompts: list[list[int]], asked: list[dict], num_tokens: int) -> np.ndarray:
-    """``[requests, tokens]``: -ln p of the same continuation of each prompt."""
-    continuations = [random_prompt(np.random.default_rng(len(prompt)), num_tokens) for prompt in prompts]
-    params = [forced(tokens, fields) for tokens, fields in zip(continuations, asked, strict=True)]
-    outputs = [output.outputs[0] for output in engine.generate(prompts, params)]
-    return np.array(
-        [[-at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)] for one in outputs]
-    )
+def logprobs(output) -> list[float]:
+    """Of the tokens that a request was made to generate."""
+    answer = output.outputs[0]
+    return [at[token].logprob for token, at in zip(answer.token_ids, answer.logprobs, strict=True)]
+
+
+def reported(tokens: list[int], fields: dict) -> SamplingParams:
+    params = forced(tokens, fields)
+    params.extra_args[USAGE_KEY] = True
+    return params
 
 
 @pytest.mark.slow
@@ -32,16 +34,19 @@ def test_probabilities_are_those_with_dead_entries_in_place(engine, monkeypatch,
     """A cache that grows is compressed once."""
     rng = np.random.default_rng(4)
     budgets = [0.5, 130, 200, 0.4, 0.3, 150, 180]
-    asked = [fields | {"budget": one, "decode": decode} for fields, one in zip(UNEVEN, budgets, strict=True)]
-    prompts = [random_prompt(rng, int(rng.integers(400, 700))) for _ in asked]
-    paged = losses(engine, prompts, asked, num_tokens)
+    prompts = [random_prompt(rng, int(rng.integers(400, 700))) for _ in UNEVEN]
+    params = [
+        forced(random_prompt(rng, num_tokens), fields | {"budget": budget, "decode": decode})
+        for fields, budget in zip(UNEVEN, budgets, strict=True)
+    ]
+    paged = np.array([logprobs(output) for output in engine.generate(prompts, params)])
     engine.llm.reset_prefix_cache()
     monkeypatch.setattr(engine.scheduler, "_limits", replace(engine.scheduler._limits, head_pages=False))
-    assert np.abs(paged - losses(engine, prompts, asked, num_tokens)).max() < 1e-3
+    assert np.abs(paged - [logprobs(output) for output in engine.generate(prompts, params)]).max() < 1e-3
     engine.assert_empty()
 
 
-def test_bytes_are_those_of_the_average(engine, monkeypatch):
+def test_bytes_are_those_of_the_average(engine):
     """Beside snapkv at the same average: the layers that ``skip_layers`` leaves whole cost what they cost."""
     length, num_layers = 1500, engine.scheduler._limits.shape.num_layers
     prompt = random_prompt(np.random.default_rng(8), length)
@@ -51,9 +56,7 @@ def test_bytes_are_those_of_the_average(engine, monkeypatch):
             skipped = fields.get("skip_layers", 0)
             average = (skipped * length + (num_layers - skipped) * budget) // num_layers
             asked += [fields | {"budget": budget}, {"policy": "snapkv", "budget": average}]
-    params = [forced(prompt[:4], fields | {"decode": "grow"}) for fields in asked]
-    for one in params:
-        one.extra_args[USAGE_KEY] = True
+    params = [reported(prompt[:4], fields | {"decode": "grow"}) for fields in asked]
     outputs = engine.generate([prompt] * len(asked), params)
     held = [output.kv_transfer_params[REPORT_KEY]["mean_bytes"] for output in outputs]
     for fields, uneven, even in zip(asked[::2], held[::2], held[1::2], strict=True):
@@ -73,14 +76,7 @@ def test_blocks_that_no_head_needs_are_returned(engine):
     """Alone, and in company and preempted: the same probabilities, and nothing is left behind."""
     rng = np.random.default_rng(3)
     prompts = [random_prompt(rng, 700) for _ in THRESHOLDS]
-    continuations = [random_prompt(rng, 80) for _ in THRESHOLDS]
-    params = [forced(tokens, fields) for tokens, fields in zip(continuations, THRESHOLDS, strict=True)]
-    for one in params:
-        one.extra_args[USAGE_KEY] = True
-
-    def logprobs(output):
-        return [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
-
+    params = [reported(random_prompt(rng, 80), fields) for fields in THRESHOLDS]
     alone = [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
     for output, fields in zip(alone, THRESHOLDS, strict=True):
         report = output.kv_transfer_params[REPORT_KEY]
@@ -88,37 +84,29 @@ def test_blocks_that_no_head_needs_are_returned(engine):
         assert report["mean_entries"] < 0.8 * most
         # Beside the entries: half a page of each head, and what came after the last compression.
         assert report["mean_bytes"] * BLOCK_SIZE / BYTES_PER_BLOCK < report["mean_entries"] + 3 * BLOCK_SIZE
-    core, together, preempted = engine.llm.llm_engine, {}, set()
-    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        core.add_request(f"{i}", {"prompt_token_ids": prompt}, one)
-    while core.has_unfinished_requests():
-        for output in core.step():
-            if output.finished:
-                together[output.request_id] = logprobs(output.outputs[0])
-        for request in list(engine.scheduler.running):
-            if request.num_output_tokens > 40 and request.request_id not in preempted:
-                engine.scheduler.running.remove(request)
-                engine.scheduler._preempt_request(request, time.monotonic())
-                preempted.add(request.request_id)
-    assert len(preempted) == len(THRESHOLDS)
-    for i, output in enumerate(alone):
-        assert np.abs(np.subtract(together[str(i)], logprobs(output.outputs[0]))).max() < 1e-3, THRESHOLDS[i]
+    for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        engine.add(str(index), prompt, one)
+    together, preempt, preemptions = {}, preempting(engine, 45), []
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for output in engine.llm.llm_engine.step():
+            together[output.request_id] = logprobs(output)
+        preempt()
+        preemptions.append(sum(one.num_preemptions for one in engine.scheduler.requests.values()))
+    assert max(preemptions) == len(THRESHOLDS)
+    for index, output in enumerate(alone):
+        assert np.abs(np.subtract(together[str(index)], logprobs(output))).max() < 1e-3, THRESHOLDS[index]
     engine.assert_empty()
 
 
-@pytest.mark.parametrize(("length", "settled"), [(200, [True, False, False]), (20, [False, False, False])])
-def test_shares_are_settled_by_contexts_alone(engine, monkeypatch, length, settled):
+@pytest.mark.parametrize(("length", "num_tokens", "settled"), [(200, 64, [True, False]), (20, 200, [False, False])])
+def test_shares_are_settled_by_contexts_alone(engine, monkeypatch, length, num_tokens, settled):
     """What generation asks for waits for no GPU, a first compression either."""
     plans, complete = [], engine.scheduler._complete
-
-    def watched(spread, step):
-        plans.append(spread.plan)
-        complete(spread, step)
-
-    monkeypatch.setattr(engine.scheduler, "_complete", watched)
+    monkeypatch.setattr(
+        engine.scheduler, "_complete", lambda spread, step: (plans.append(spread.plan), complete(spread, step))
+    )
     fields = {"policy": "adakv", "budget": 100, "interval": 32, "decode": "bounded"}
-    prompt = random_prompt(np.random.default_rng(5), length)
-    engine.generate([prompt], forced(random_prompt(np.random.default_rng(6), 64 if length == 200 else 200), fields))
-    plans = [plan for plan in plans if plan.share_blocks]
-    assert [plan.settles_shares for plan in plans][: len(settled)] == settled[: len(plans)] and len(plans) > 1
+    forced_tokens = random_prompt(np.random.default_rng(6), num_tokens)
+    engine.generate([random_prompt(np.random.default_rng(5), length)], forced(forced_tokens, fields))
+    assert [plan.settles_shares for plan in plans if plan.share_blocks][:2] == settled
     engine.assert_empty()

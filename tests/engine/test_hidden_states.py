@@ -1,22 +1,15 @@
 """Hidden states that cannot be seen: models whose layers have no module, by the names that we know, that reads them."""
 
-import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from vllm.logger import _print_warning_once
 
 from tests.ops.conftest import CacheMaker
 from vllm_kvmerge.engine.attention import hidden_states
 from vllm_kvmerge.engine.attention.hidden_states import HiddenStates
-from vllm_kvmerge.engine.attention.rows import (
-    BatchRow,
-    Normalization,
-    PromptScores,
-    QueryReader,
-    RepetitionWindow,
-)
+from vllm_kvmerge.engine.attention.rows import BatchRow, Normalization, PromptScores, QueryReader, RepetitionWindow
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.worker import output_weights
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
@@ -51,26 +44,13 @@ class Model(nn.Module):
         return hidden
 
 
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @pytest.fixture
-def warnings():
-    """Warnings of both modules, each of them as if it had not been given yet."""
-    _print_warning_once.cache_clear()
-    messages = Messages()
-    loggers = hidden_states.logger, output_weights.logger
-    for logger in loggers:
-        logger.addHandler(messages)
-    yield messages.texts
-    for logger in loggers:
-        logger.removeHandler(messages)
+def warnings(monkeypatch) -> list[str]:
+    """Of both modules, as if none had been given yet."""
+    texts: list[str] = []
+    for module in (hidden_states, output_weights):
+        monkeypatch.setattr(module.logger, "warning_once", lambda text, *args: texts.append(text % args))
+    return texts
 
 
 def watched(model: Model, surrogates: list[nn.Module] | None = None) -> HiddenStates:
@@ -91,7 +71,7 @@ def test_norms_that_cannot_be_seen_count_as_one(warnings):
         second = model.layers[0](hidden).norm(dim=-1).detach()
         assert torch.allclose(seen.norms[1, :5], second) and (second - 1).abs().min() > 0.5
         assert (seen.norms[[0, 2]] == 1).all()
-    assert warnings == ["Hidden states of attention layers cannot be seen: all count as equally long"]
+    assert set(warnings) == {"Hidden states of attention layers cannot be seen: all count as equally long"}
 
 
 def test_models_that_would_predict_nothing_are_refused():
@@ -101,27 +81,32 @@ def test_models_that_would_predict_nothing_are_refused():
         watched(Model(["q_proj", "mixer"]), surrogates)
 
 
-def test_repetitions_are_scored_without_what_cannot_be_seen(warnings):
-    """KVzip+ then is KVzip: neither hidden states nor output projections weigh anything."""
+def test_repetitions_are_weighed_by_their_own_hidden_states_if_these_can_be_seen(warnings):
+    """Of a step's tokens, those of other requests come before a row's, and its prompt before what it repeats. Without
+    hidden states and output projections KVzip+ is KVzip."""
     model = Model(["mixer"])
-    seen = watched(model)
+    unseen = watched(model)
     weights = OutputWeights(model, model.layer_names, HEADS, (HEADS * GROUPS, HEAD_SIZE))
-    maker = CacheMaker(0, HEADS, HEAD_SIZE, 32, torch.float32)
-    sequence = maker.sequence(front=0, tail=0, seq_len=96)
-    query = maker.randn(16, HEADS * GROUPS, HEAD_SIZE)
-    seen.observe(True)
+    unseen.observe(True)
     model(torch.randn(16, HIDDEN))
+    norms = torch.full((1, 24), 1e-3)
+    norms[:, -8:] = 2.0
+    ones = lambda _, values: torch.ones(HEADS, GROUPS, values.shape[1])  # noqa: E731
+    maker = CacheMaker(0, HEADS, HEAD_SIZE, 32, torch.float32)
+    sequence, query = maker.sequence(front=0, tail=0, seq_len=96), maker.randn(24, HEADS * GROUPS, HEAD_SIZE)
     found = []
-    for normalization in (None, Normalization(seen, weights.norms)):
+    for normalization in (
+        None,
+        Normalization(unseen, weights.norms),
+        Normalization(SimpleNamespace(norms=norms), ones),
+    ):
         scores = PromptScores.empty(1, HEADS, 80)
-        window = RepetitionWindow(16, 80, 4, 70, 4, scores, normalization)
-        reader = QueryReader(slice(0, 16), sequence.blocks, 96, BatchRow(window=window))
+        row = BatchRow(window=RepetitionWindow(8, 80, 4, 70, 4, scores, normalization))
+        reader = QueryReader(slice(5, 24), sequence.blocks, 96, row)
         reader.read(0, query, maker.pages, HEAD_SIZE**-0.5, PLAIN_SOFTMAX)
         found.append(scores.scores)
-    plain, normalized = found
-    assert torch.allclose(normalized, plain, atol=1e-6) and plain[..., 4:70].min() > 0
-    assert weights(0) is None
-    assert [text.partition(" beside")[0].partition(" of ")[0] for text in warnings] == [
-        "Hidden states",
-        "No output projection",
-    ]
+    plain, without, weighed = found
+    torch.testing.assert_close(without, plain)
+    torch.testing.assert_close(weighed, plain / 2.0)
+    assert plain[..., 4:70].min() > 0 and weights(0) is None
+    assert [text.split()[0] for text in warnings] == ["Hidden", "No"]  # output projection

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tests.engine.architectures import greedy, running
-from tests.engine.conftest import Engine, preempting, random_prompt, run
-from tests.engine.spread import spread_over
+from tests.engine.conftest import Engine, random_prompt
 from tests.engine.test_hybrid_sharing import check_fronts
 from tests.random_model import write_gemma
 
@@ -67,31 +66,6 @@ def test_it_does_not_matter_from_where_positions_are_counted(engine):
     assert [engine.tokens(prompts, counted) for _ in range(2)] == [expected] * 2
     assert [one[:24] for one in expected] != cold
     assert engine.tokens(prompts, greedy()) == cold
-    engine.assert_empty()
-
-
-def test_preempted_and_spread(engine):
-    prompts, counted = jobs("cache")
-    expected = engine.tokens(prompts, counted)
-    for index, (prompt, params) in enumerate(zip(prompts, counted, strict=True)):
-        engine.add(str(index), prompt, params)
-    tokens = run(engine, preempting(engine, 40))
-    assert [tokens[str(index)] for index in range(len(prompts))] == expected
-    assert engine.llm.reset_prefix_cache()
-    with spread_over(3):
-        assert engine.tokens(prompts, counted) == expected
-    engine.assert_empty()
-
-
-def test_where_blocks_are_few(engine):
-    """Windows that others read are copied where there is room; a request's own lose their hash where there is none."""
-    prompts, counted = jobs("cache")
-    prompts = [prompts[0]] * 3
-    expected = engine.tokens(prompts, counted[:3])
-    for count in (40, 30):
-        assert engine.llm.reset_prefix_cache()
-        with engine.with_blocks(count):
-            assert engine.tokens(prompts, counted[:3]) == expected
     engine.assert_empty()
 
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 from PIL import Image
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
+from tests.engine.architectures import POLICIES, arguments
 from tests.engine.conftest import Engine, engine_with, in_a_process, run
 from tests.engine.test_vllm_features import BUDGET, INTERVAL, compressed, random_text
 from tests.random_model import SIZES
 from vllm_kvmerge.engine.usage import REPORT_KEY
-from vllm_kvmerge.policies import PRESETS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -61,19 +60,8 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def arguments(folder: Path) -> dict[str, Any]:
-    return {
-        "model": str(folder),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 1024,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 256,  # so that longer prompts are computed in chunks, images in pieces too
-        "block_size": 32,
-        "kv_cache_memory_bytes": 64 << 20,
-        "limit_mm_per_prompt": {"image": 2},
-        "seed": 0,
-    }
+ARGUMENTS = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "limit_mm_per_prompt": {"image": 2}}
+"""Longer prompts are computed in chunks, images in pieces too."""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    with engine_with(**arguments(folder)) as engine:
+    with engine_with(**arguments(folder, **ARGUMENTS)) as engine:
         yield engine
 
 
@@ -93,13 +81,11 @@ TEXT = 60
 
 def prompt_of(*seeds: int) -> dict[str, Any]:
     """Text, and after it each image with some text behind it; the text is the same for as many images."""
-    tokens = random_text(0, TEXT)
-    for index in range(len(seeds)):
+    tokens, images = random_text(0, TEXT), []
+    for index, seed in enumerate(seeds):
         tokens += [IMAGE_TOKEN, *random_text(1 + index, 40)]
-    pixels = [
-        np.random.default_rng(seed).integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8) for seed in seeds
-    ]
-    images = [Image.fromarray(one) for one in pixels]
+        pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+        images.append(Image.fromarray(pixels))
     return {"prompt_token_ids": tokens} | ({"multi_modal_data": {"image": images}} if images else {})
 
 
@@ -116,8 +102,7 @@ def generate(llm: Any, jobs: list[Job]) -> list[Any]:
     return llm.generate([prompt_of(*seeds) for seeds, _ in jobs], params, use_tqdm=False)
 
 
-def plain_jobs() -> list[Job]:
-    return [(seeds, {}) for seeds in PROMPTS]
+PLAIN: list[Job] = [(seeds, {}) for seeds in PROMPTS]
 
 
 def tokens(outputs: list[Any]) -> list[list[int]]:
@@ -129,13 +114,13 @@ def answer_on_stock_vllm() -> None:
     from vllm import LLM
 
     llm = LLM(**json.load(sys.stdin))
-    print("FOUND", json.dumps(tokens(generate(llm, plain_jobs()))))
+    print("FOUND", json.dumps(tokens(generate(llm, PLAIN))))
 
 
 def test_plain_requests_equal_stock_vllm(engine, folder):
-    expected = in_a_process(["-c", PROGRAM], arguments(folder), is_stock=True)
+    expected = in_a_process(["-c", PROGRAM], arguments(folder, **ARGUMENTS), is_stock=True)
     assert len({*map(tuple, expected)}) == len(PROMPTS)  # or images would decide nothing
-    assert tokens(generate(engine.llm, plain_jobs())) == expected
+    assert tokens(generate(engine.llm, PLAIN)) == expected
     roomy = compressed("keepkv", budget=500, interval=MAX_TOKENS)
     assert tokens(generate(engine.llm, [(seeds, roomy) for seeds in PROMPTS])) == expected
     engine.assert_empty()
@@ -145,7 +130,7 @@ def test_every_policy_over_tokens_of_images(engine):
     """In one batch as alone, within the budget."""
     jobs = [
         (PROMPTS[1 + index % 5], compressed(policy, decode="bounded"))
-        for index, policy in enumerate(sorted(set(PRESETS) - {"kvzap", "kvzip"}))  # kvzip repeats tokens alone
+        for index, policy in enumerate(sorted(set(POLICIES) - {"kvzip"}))  # which repeats tokens alone
     ]
     assert engine.llm.reset_prefix_cache()
     outputs = generate(engine.llm, jobs)
@@ -160,28 +145,24 @@ def test_every_policy_over_tokens_of_images(engine):
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv"])
 def test_a_compressed_context_is_found_with_its_images_alone(engine, policy):
     """Its end lies behind an image, and in it."""
-    prompts = list(PROMPTS[1:])
     for context in (TEXT + NUM_IMAGE_TOKENS + 20, TEXT + NUM_IMAGE_TOKENS // 2):
-        more = compressed(policy, context_tokens=context)
-        assert engine.llm.reset_prefix_cache()
+        jobs = [(seeds, compressed(policy, context_tokens=context)) for seeds in PROMPTS[1:]]
         expected = []
-        for seeds in prompts:
+        for job in jobs:
             assert engine.llm.reset_prefix_cache()
-            expected += tokens(generate(engine.llm, [(seeds, more)]))
+            expected += tokens(generate(engine.llm, [job]))
         assert engine.llm.reset_prefix_cache()
         with engine.sharing_contexts() as fronts:
             for _ in range(2):
-                found = [generate(engine.llm, [(seeds, more)])[0] for seeds in prompts]
+                found = [generate(engine.llm, [job])[0] for job in jobs]
                 assert tokens(found) == expected
-            assert len(fronts) == len({seeds[0] for seeds in prompts})
-            assert [one.num_cached_tokens for one in found] == [context] * len(prompts)
+            assert len(fronts) == len({seeds[0] for seeds, _ in jobs})
+            assert [one.num_cached_tokens for one in found] == [context] * len(jobs)
     engine.assert_empty()
 
 
 def test_tokens_of_an_image_are_protected(engine):
     start, stop = TEXT + 10, TEXT + 40
-    more = compressed("streaming_llm", protect={"tokens": [[start, stop]]})
-    other = compressed("streaming_llm")
     positions = {}
 
     def watch():
@@ -194,15 +175,9 @@ def test_tokens_of_an_image_are_protected(engine):
                 ]
                 positions[request.request_id.rsplit("-", 1)[0]] = {*torch.cat(planes).tolist()}
 
-    for name, extra in (("protected", more), ("other", other)):
-        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, **extra)
+    for name, fields in (("protected", {"protect": {"tokens": [[start, stop]]}}), ("other", {})):
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **compressed("streaming_llm", **fields))
         engine.llm.llm_engine.add_request(name, prompt_of(1), params)
     run(engine, watch)
     assert {*range(start, stop)} <= positions["protected"] and not {*range(start, stop)} & positions["other"]
-    engine.assert_empty()
-
-
-def test_a_policy_that_repeats_contexts_refuses_images(engine):
-    with pytest.raises(VLLMValidationError, match="allowed: prompts of tokens alone"):
-        generate(engine.llm, [((1,), compressed("kvzip"))])
     engine.assert_empty()

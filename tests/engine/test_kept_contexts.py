@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from tests.engine.conftest import random_prompt
+from tests.engine.conftest import random_prompt, run
 from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, call_contexts
@@ -23,16 +24,18 @@ POLICIES = {"snapkv": {}, "h2o": {}, "adakv": {"decode": "bounded"}, "kvzip": {}
 
 
 class Client:
-    """What API servers have of an engine, here of one in this process."""
+    """What API servers have of an engine, here of one in this process. before: what is awaited before workers read."""
 
-    def __init__(self, engine) -> None:
-        self._core, self._llm = engine.llm.llm_engine.engine_core.engine_core, engine.llm
+    def __init__(self, engine, before=None) -> None:
+        self._core, self._llm, self._before = engine.llm.llm_engine.engine_core.engine_core, engine.llm, before
         self.vllm_config, self.engine_core = engine.scheduler.vllm_config, self
 
     async def call_utility_async(self, method: str, *args):
         return getattr(self._core, method)(*args)
 
     async def collective_rpc(self, method: str, args=()):
+        if self._before is not None:
+            await self._before()
         return self._llm.collective_rpc(method, args=args)
 
     def call(self, name: str, **arguments):
@@ -45,6 +48,19 @@ def client(engine):
     with engine.sharing_contexts():
         yield Client(engine)
         engine.scheduler._contexts.clear()
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """Errors that have been logged."""
+    texts: list[str] = []
+    logger = "vllm_kvmerge.engine.saved_contexts.logger"
+    monkeypatch.setattr(f"{logger}.error", lambda text, *args: texts.append(text % args))
+    return texts
+
+
+def text(seed: int, length: int = CONTEXT) -> list[int]:
+    return random_prompt(np.random.default_rng(seed), length)
 
 
 def params(policy: str, max_tokens: int = ANSWER, keep: dict | None = None, context: int = CONTEXT, **fields):
@@ -60,80 +76,76 @@ def ask(engine, prompt, some) -> tuple[list[int], int]:
     return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 
+def fill(engine, *seeds: int) -> None:
+    """What two prompts take is more than the pool holds."""
+    engine.generate([text(seed, 3900) for seed in seeds], SamplingParams(max_tokens=2))
+
+
 @pytest.mark.slow
 def test_a_kept_context_outlasts_everything_else(engine, client):
-    rng = np.random.default_rng(81)
-    context = random_prompt(rng, CONTEXT)
-    prompt = context + random_prompt(rng, QUESTION)
+    context, prompt = text(81), text(81) + text(810, QUESTION)
     expected = ask(engine, prompt, params("h2o"))[0]
     ask(engine, context, params("h2o", 2, {"id": "one", "info": {"model": "demo"}}))
     found = client.call("created", id="one")
     assert found["tokens"] == CONTEXT and found["entries"] == 96 and found["info"] == {"model": "demo"}
     assert found["bytes"] == 3 * engine.scheduler._bytes_per_block and found["expires_at"] is None
     assert client.call("get", id="one")["token_ids"] == context
-    for _ in range(2):
-        engine.generate([random_prompt(rng, 3900) for _ in range(2)], SamplingParams(max_tokens=2))
+    fill(engine, 811, 812)
+    fill(engine, 813, 814)
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1 - 3
     assert ask(engine, prompt, params("h2o")) == (expected, CONTEXT)
     assert client.call("delete", id="one")["id"] == "one"
     assert client.call("get", id="one") is client.call("delete", id="one") is None
     engine.assert_empty()
-    engine.generate([random_prompt(rng, 3900) for _ in range(2)], SamplingParams(max_tokens=2))
+    fill(engine, 811, 812)
     assert ask(engine, prompt, params("h2o"))[1] < CONTEXT
     engine.assert_empty()
 
 
 def test_contexts_are_seen_under_their_salt_alone(engine, client):
-    prompt = random_prompt(np.random.default_rng(82), CONTEXT)
-    engine.llm.llm_engine.add_request(
-        "salted", {"prompt_token_ids": prompt, "cache_salt": "s"}, params("snapkv", 2, {"id": "salted"})
-    )
-    while engine.llm.llm_engine.has_unfinished_requests():
-        engine.llm.llm_engine.step()
+    engine.add("salted", text(82), params("snapkv", 2, {"id": "salted"}), cache_salt="s")
+    run(engine)
     assert client.call("list") == [] and [one["id"] for one in client.call("list", salt="s")] == ["salted"]
     assert client.call("get", id="salted") is None and client.call("delete", id="salted", salt="t") is None
     assert client.call("created", id="salted", salt="s")["id"] == "salted"
-    assert ask(engine, prompt, params("snapkv"))[1] < CONTEXT - 1
+    assert ask(engine, text(82), params("snapkv"))[1] < CONTEXT - 1
 
 
 def test_contexts_end_when_their_time_is_up(engine, client, monkeypatch):
-    prompt = random_prompt(np.random.default_rng(83), CONTEXT)
-    ask(engine, prompt, params("snapkv", 2, {"id": "short", "ttl": 60.0}))
+    ask(engine, text(83), params("snapkv", 2, {"id": "short", "ttl": 60.0}))
     assert client.call("created", id="short")["expires_at"] == pytest.approx(time.time() + 60, abs=10)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 61)
-    ask(engine, prompt, SamplingParams(max_tokens=1))
+    ask(engine, text(83), SamplingParams(max_tokens=1))
     assert not engine.scheduler._contexts
     engine.assert_empty()
 
 
 def test_what_cannot_be_kept_is_refused(engine, client, monkeypatch):
-    rng = np.random.default_rng(84)
     monkeypatch.setattr(engine.scheduler._contexts, "_max_blocks", 7)
     for index in range(2):
-        ask(engine, random_prompt(rng, CONTEXT), params("snapkv", 2, {"id": str(index)}))
+        ask(engine, text(840 + index), params("snapkv", 2, {"id": str(index)}))
         assert client.call("created", id=str(index))["tokens"] == CONTEXT
     kept = engine.scheduler._contexts._kept
     kept["0"] = replace(kept["0"], salt="another")  # of a user who alone is told its id
-    output = engine.generate([random_prompt(rng, CONTEXT)], params("snapkv", 2, {"id": "third"}))[0]
+    output = engine.generate([text(842)], params("snapkv", 2, {"id": "third"}))[0]
     assert output.outputs[0].finish_reason == "error" and output.num_cached_tokens in (None, 0)
     status, message = client.call("created", id="third")["refused"]
     size = engine.scheduler._bytes_per_block
     assert status == 409 and f"takes {3 * size} bytes" in message and f"hold {6 * size} of the {7 * size}" in message
     assert message.endswith("; delete some: 1")
     assert client.call("created", id="third") is None  # told once
-    engine.generate([random_prompt(rng, CONTEXT)], params("snapkv", 2, {"id": "roomy"}, budget=CONTEXT))
+    engine.generate([text(843)], params("snapkv", 2, {"id": "roomy"}, budget=CONTEXT))
     assert client.call("created", id="roomy")["refused"][0] == 400
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.manager, "copy_of", lambda num_blocks: None)
-        client.call("delete", id="0", salt="another")
-        ask(engine, random_prompt(rng, CONTEXT), params("h2o", 2, {"id": "no-copy"}))
-        assert client.call("created", id="no-copy")["refused"][0] == 409
+    client.call("delete", id="0", salt="another")
+    monkeypatch.setattr(engine.manager, "copy_of", lambda num_blocks: None)
+    ask(engine, text(844), params("h2o", 2, {"id": "no-copy"}))
+    assert client.call("created", id="no-copy")["refused"][0] == 409
     assert [one["id"] for one in client.call("list")] == ["1"]
 
 
 def test_the_prefix_cache_is_reset_with_the_contexts_in_it(engine, client):
-    ask(engine, random_prompt(np.random.default_rng(85), CONTEXT), params("snapkv", 2, {"id": "one"}))
+    ask(engine, text(85), params("snapkv", 2, {"id": "one"}))
     assert engine.llm.reset_prefix_cache()
     assert client.call("list") == []
     engine.assert_empty()
@@ -142,13 +154,13 @@ def test_the_prefix_cache_is_reset_with_the_contexts_in_it(engine, client):
 @pytest.fixture(scope="module")
 def saved(engine, tmp_path_factory):
     """Contexts of all policies in a folder, and what is answered after them; they are gone from the engine."""
-    folder, rng, asked = tmp_path_factory.mktemp("contexts"), np.random.default_rng(86), {}
+    folder, asked = tmp_path_factory.mktemp("contexts"), {}
     assert engine.llm.reset_prefix_cache()
     with engine.sharing_contexts():
         client = Client(engine)
-        for policy in POLICIES:
-            context = random_prompt(rng, CONTEXT)
-            prompts = [context + random_prompt(rng, QUESTION), context]
+        for index, policy in enumerate(POLICIES):
+            context = text(860 + index)
+            prompts = [context + text(86, QUESTION), context]
             ask(engine, context, params(policy, 2, {"id": policy, "info": {"model": "demo"}}))
             asyncio.run(save(client, folder, policy, None))
             asked[policy] = prompts, [ask(engine, prompt, params(policy))[0] for prompt in prompts]
@@ -170,31 +182,22 @@ def test_saved_contexts_are_there_again(engine, client, saved):
     engine.assert_empty()
 
 
-class Slow(Client):
-    """A client whose engine's workers read nothing, and fail if told so, until another server has asked for it too."""
-
-    def __init__(self, engine, fails: bool) -> None:
-        super().__init__(engine)
-        self.fails, self.has_asked = fails, asyncio.Event()
-
-    async def collective_rpc(self, method: str, args=()):
-        await self.has_asked.wait()
-        if self.fails:
-            raise RuntimeError("no worker")
-        return await super().collective_rpc(method, args)
-
-
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_server_is_ready_when_others_have_loaded(engine, client, saved, monkeypatch, fails):
-    """Or when it has itself what they could not."""
+def test_a_server_is_ready_when_others_have_loaded(engine, client, saved, said, fails):
+    """Or when it has itself what they could not: workers read nothing, and fail if told so, until it has asked too."""
     folder, _ = saved
-    monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda *_: None)
 
     async def load_both() -> list[dict]:
-        slow = Slow(engine, fails)
-        loading = asyncio.create_task(load_all(slow, folder))
+        has_asked = asyncio.Event()
+
+        async def wait() -> None:
+            await has_asked.wait()
+            if fails:
+                raise RuntimeError("no worker")
+
+        loading = asyncio.create_task(load_all(Client(engine, wait), folder))
         await asyncio.sleep(0)
-        asyncio.get_running_loop().call_soon(slow.has_asked.set)
+        asyncio.get_running_loop().call_soon(has_asked.set)
         await load_all(client, folder)
         found = await call_contexts(client, "list")
         await loading
@@ -204,10 +207,8 @@ def test_a_server_is_ready_when_others_have_loaded(engine, client, saved, monkey
 
 
 def test_two_ids_of_one_context_are_saved_and_let_go_each_by_itself(engine, client, tmp_path, monkeypatch):
-    rng = np.random.default_rng(88)
-    prompt = random_prompt(rng, CONTEXT)
     for name in ("one", "two"):
-        ask(engine, prompt, params("morphkv", 2, {"id": name, "content": {"of": name}}))
+        ask(engine, text(88), params("morphkv", 2, {"id": name, "content": {"of": name}}))
         asyncio.run(save(client, tmp_path, name, None))
     for name in ("one", "two"):
         client.call("delete", id=name)
@@ -217,16 +218,15 @@ def test_two_ids_of_one_context_are_saved_and_let_go_each_by_itself(engine, clie
     client.call("delete", id="one")
     # What workers keep for others has no room any more.
     monkeypatch.setattr(engine.manager.fronts, "_max_kept_bytes", 0)
-    other = random_prompt(rng, CONTEXT)
-    for prompt_of_either, is_there in ((other, False), (other, False), (prompt, True)):
-        assert (ask(engine, prompt_of_either, params("morphkv"))[1] == CONTEXT - 1) == is_there
+    for seed, is_there in ((880, False), (880, False), (88, True)):
+        assert (ask(engine, text(seed), params("morphkv"))[1] == CONTEXT - 1) == is_there
     client.call("delete", id="two")
     engine.assert_empty()
 
 
 def test_a_context_that_its_tokens_do_not_tell_is_not_saved(engine, client, tmp_path):
     """As one of an adapter: the salt stands for whatever else is part of a front's key."""
-    ask(engine, random_prompt(np.random.default_rng(89), CONTEXT), params("snapkv", 2, {"id": "one"}))
+    ask(engine, text(89), params("snapkv", 2, {"id": "one"}))
     kept = engine.scheduler._contexts._kept
     kept["one"] = replace(kept["one"], salt="another")
     asyncio.run(save(client, tmp_path, "one", "another"))
@@ -239,58 +239,42 @@ IDENTITY = ("model", "dtype", "kv_cache_dtype", "block_size", "tensor_parallel_s
 """Some of what a file's server and another must have in common."""
 
 
-def damage(folder, how: str) -> None:
+def damage(folder, how: str) -> str:
+    """Returns what is said of it."""
     (path,) = folder.glob("*.safetensors")
     if how in IDENTITY:
-        from safetensors import safe_open
-
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
         manifest = json.loads(metadata["manifest"])
         manifest["identity"][how] = "another"
         save_file(load_file(path), path, metadata | {"manifest": json.dumps(manifest)})
-        return
+        return f"with {how} 'another'"
     content = bytearray(path.read_bytes())
-    if how == "torn":
-        content = content[: len(content) // 2]
-    elif how == "a bit":
+    if how == "a bit":
         content[-1000] ^= 1
-    elif how == "empty":
-        content = bytearray()
     elif how == "weights":
-        at = content.index(b'"weights":"') + len(b'"weights":"')
-        content[at] = ord("0") if content[at] != ord("0") else ord("1")
+        content[content.index(b'"weights":"') + len(b'"weights":"')] ^= 1  # of a digit, another
+    else:
+        content = content[: len(content) // 2 if how == "torn" else 0]
     path.write_bytes(content)
+    return "checksum" if how in ("a bit", "weights") else "torn"
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize(
-    "how",
-    ["torn", "a bit", "empty", "weights", *IDENTITY],
-)
-def test_a_file_that_does_not_fit_is_not_used(engine, client, saved, tmp_path, how, monkeypatch):
+@pytest.mark.parametrize("how", ["torn", "a bit", "empty", "weights", *IDENTITY])
+def test_a_file_that_does_not_fit_is_not_used(engine, client, saved, said, tmp_path, how):
     folder, asked = saved
     shutil.copytree(folder / "snapkv", tmp_path / "snapkv")
-    damage(tmp_path / "snapkv", how)
-    said = []
-    monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda text, *args: said.append(text % args))
+    error = damage(tmp_path / "snapkv", how)
     asyncio.run(load_all(client, tmp_path))
-    assert client.call("list") == [] and len(said) == 1
-    named = {"torn": "torn", "a bit": "checksum", "empty": "torn", "weights": "checksum"}.get(
-        how, f"with {how} 'another'"
-    )
-    assert "snapkv" in said[0] and named in said[0], said
+    assert client.call("list") == [] and len(said) == 1 and "snapkv" in said[0] and error in said[0]
     assert ask(engine, asked["snapkv"][0][0], params("snapkv"))[1] < CONTEXT
     assert not engine.scheduler._contexts and engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
 
 
-def test_weights_of_another_model_are_told_apart(engine, client, saved, monkeypatch):
-    folder, _ = saved
-    said = []
-    monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda text, *args: said.append(text % args))
-    with monkeypatch.context() as patch:
-        patch.setattr("vllm_kvmerge.engine.worker.compression.fingerprint", lambda model: "another")
-        asyncio.run(load_all(client, folder))
+def test_weights_of_another_model_are_told_apart(engine, client, saved, said, monkeypatch):
+    monkeypatch.setattr("vllm_kvmerge.engine.worker.compression.fingerprint", lambda model: "another")
+    asyncio.run(load_all(client, saved[0]))
     assert len(said) == len(POLICIES) and all("other weights" in one for one in said)
     assert client.call("list") == []
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
@@ -299,8 +283,7 @@ def test_weights_of_another_model_are_told_apart(engine, client, saved, monkeypa
 
 
 def test_what_could_not_be_saved_leaves_nothing(engine, client, tmp_path, monkeypatch):
-    prompt = random_prompt(np.random.default_rng(87), CONTEXT)
-    ask(engine, prompt, params("snapkv", 2, {"id": "one"}))
+    ask(engine, text(87), params("snapkv", 2, {"id": "one"}))
 
     def fail(*_):
         raise OSError("no space left")
@@ -330,13 +313,11 @@ def test_a_folder_that_is_being_written_is_left_alone_until_nobody_writes_to_it_
 
 
 def test_the_longest_request_finds_room_beside_all_contexts(engine, client):
-    rng = np.random.default_rng(88)
     for index in range(20):
-        ask(engine, random_prompt(rng, 700), params("snapkv", 2, {"id": str(index)}, context=700, budget=320))
+        ask(engine, text(900 + index, 700), params("snapkv", 2, {"id": str(index)}, context=700, budget=320))
     kept = client.call("list")
     assert 0 < len(kept) < 20
-    prompt = random_prompt(rng, 4000)
-    assert len(engine.tokens([prompt], SamplingParams(max_tokens=90, ignore_eos=True))[0]) == 90
+    assert len(engine.tokens([text(90, 4000)], SamplingParams(max_tokens=90, ignore_eos=True))[0]) == 90
     assert client.call("list") == kept
 
 
@@ -346,55 +327,38 @@ def test_the_longest_request_finds_room_beside_all_contexts(engine, client):
 def test_what_is_asked_is_checked(engine, client, asked):
     some = params("snapkv", 2)
     some.extra_args[CONTEXT_KEY] = asked
-    output = engine.generate([random_prompt(np.random.default_rng(89), CONTEXT)], some)[0]
+    output = engine.generate([text(89)], some)[0]
     assert output.outputs[0].finish_reason == "error"
     assert client.call("list") == []
     engine.assert_empty()
 
 
 def test_an_id_is_given_once(engine, client):
-    rng = np.random.default_rng(90)
-    prompts = [random_prompt(rng, CONTEXT) for _ in range(2)]
-    outputs = engine.generate(prompts, params("snapkv", 2, {"id": "one"}))
+    outputs = engine.generate([text(91), text(92)], params("snapkv", 2, {"id": "one"}))
     assert sorted(output.outputs[0].finish_reason for output in outputs) == ["error", "length"]
     client.call("delete", id="one")
     engine.assert_empty()
-    assert engine.llm.reset_prefix_cache()
-
-
-class Meanwhile(Client):
-    """A client whose engine does something before workers load a front; raises instead of loading if told so."""
-
-    def __init__(self, engine, do, fails: bool = False) -> None:
-        super().__init__(engine)
-        self._do, self._fails = do, fails
-
-    async def collective_rpc(self, method: str, args=()):
-        self._do()
-        if self._fails:
-            raise RuntimeError("no worker")
-        return await super().collective_rpc(method, args)
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("how", ["whole", "torn", "raises"])
-def test_a_context_is_asked_for_while_it_is_loaded(engine, client, saved, tmp_path, how, monkeypatch):
+def test_a_context_is_asked_for_while_it_is_loaded(engine, client, saved, said, tmp_path, how):
     folder, asked = saved
-    monkeypatch.setattr("vllm_kvmerge.engine.saved_contexts.logger.error", lambda *_: None)
     shutil.copytree(folder / "snapkv", tmp_path / "snapkv")
     if how == "torn":
         damage(tmp_path / "snapkv", "a bit")
-    prompts, expected = asked["snapkv"]
+    prompt, expected = (of_each[0] for of_each in asked["snapkv"])
     answers = []
-    meanwhile = Meanwhile(
-        engine, lambda: answers.append(ask(engine, prompts[0], params("snapkv"))[0]), fails=how == "raises"
-    )
-    asyncio.run(load_all(meanwhile, tmp_path))
-    assert answers == expected[:1]
+
+    async def meanwhile() -> None:
+        answers.append(ask(engine, prompt, params("snapkv"))[0])
+        if how == "raises":
+            raise RuntimeError("no worker")
+
+    asyncio.run(load_all(Client(engine, meanwhile), tmp_path))
     assert [one["id"] for one in client.call("list")] == (["snapkv"] if how == "whole" else [])
-    for _ in range(2):
-        assert ask(engine, prompts[0], params("snapkv"))[0] == expected[0]
+    answers += [ask(engine, prompt, params("snapkv"))[0] for _ in range(2)]
+    assert answers == [expected] * 3
     client.call("delete", id="snapkv")
-    engine.generate([random_prompt(np.random.default_rng(91), 3900)], SamplingParams(max_tokens=2))
+    fill(engine, 93)
     engine.assert_empty()
-    assert engine.llm.reset_prefix_cache()

@@ -43,30 +43,30 @@ def repeated(engine, asked: dict) -> tuple[dict[str, list[int]], set[str]]:
     seen: set[str] = set()
     tokens = run(engine, lambda: seen.update(one.request_id for one in internal(engine)))
     engine.assert_empty()
-    worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     known = {engine.scheduler._known_scores.find(key) for key in list(engine.scheduler._known_scores._known)}
-    assert set(worker.model_runner.compression.known_scores) == known
+    assert set(engine.compression.known_scores) == known
     return tokens, seen
 
 
 def test_requests_with_the_same_context_share_its_scores(engine, questions):
     """At the same time and later, whatever else differs; as if each had its context repeated for itself."""
     others = [{}, {"budget": 100}, {"allocator": "uniform"}, {"merger": "attention_matching"}]
-    variants = [FIELDS | other for other in others]
-    alone = []
-    for prompt, fields in zip(questions, variants, strict=True):
+    asked = {
+        str(index): (prompt, params(8, **FIELDS | other))
+        for index, (prompt, other) in enumerate(zip(questions, others, strict=True))
+    }
+    alone = {}
+    for name, one in asked.items():
         assert engine.llm.reset_prefix_cache()
-        tokens, seen = repeated(engine, {"alone": (prompt, params(8, **fields))})
+        tokens, seen = repeated(engine, {name: one})
+        alone |= tokens
         assert len(seen) == 3
-        alone.append(tokens["alone"])
     assert engine.llm.reset_prefix_cache()
-    asked = {str(i): (prompt, params(8, **variants[i])) for i, prompt in enumerate(questions)}
-    together = {name: asked[name] for name in ("0", "1", "2")}
-    tokens, seen = repeated(engine, together)
-    assert [tokens[name] for name in together] == alone[:3]
+    last = {"3": asked.pop("3")}
+    together, seen = repeated(engine, asked)
     assert len(seen) == 3
-    tokens, seen = repeated(engine, {"3": asked["3"]})
-    assert tokens == {"3": alone[3]} and not seen
+    later, seen = repeated(engine, last)
+    assert together | later == alone and not seen
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,4 @@ def test_what_scores_depend_on_is_not_shared(engine, questions, others):
     seen: set[str] = set()
     run(engine, lambda: seen.update(one.request_id for one in internal(engine)))
     assert seen
-    engine.assert_empty()
-
-
-def test_who_waits_for_scores_takes_over_when_the_other_ends(engine, questions):
-    tokens, _ = repeated(engine, {"alone": (questions[1], params(8, **FIELDS))})
-    assert engine.llm.reset_prefix_cache()
-    for name, prompt in zip(("first", "second"), questions, strict=False):
-        add(engine, name, prompt, params(8, **FIELDS))
-    while not any(one.index for one in internal(engine)):
-        engine.llm.llm_engine.step()
-    assert {one.parent.request_id.split("-")[0] for one in internal(engine)} == {"first"}
-    engine.llm.llm_engine.abort_request(["first"])
-    assert run(engine) == {"second": tokens["alone"]}
     engine.assert_empty()

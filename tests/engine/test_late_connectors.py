@@ -10,8 +10,17 @@ import numpy as np
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, engine_with, random_prompt, run
-from tests.engine.test_connectors import BLOCK_SIZE, MAX_TOKENS, greedy, prompts
+from tests.engine.conftest import (
+    BYTES_PER_BLOCK,
+    Engine,
+    engine_arguments,
+    engine_with,
+    in_a_process,
+    random_prompt,
+    run,
+)
+from tests.engine.test_connectors import BLOCK_SIZE, MAX_TOKENS, greedy, prompts, tokens
+from tests.engine.test_plain import STOCK
 from vllm_kvmerge.engine.usage import REPORT_KEY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -40,11 +49,8 @@ def running(transfer: dict[str, Any]) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """Without a connector."""
-    from tests.engine.generating import generate
-
-    arguments = engine_arguments() | {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK}
-    del arguments["enforce_eager"], arguments["seed"]
-    return [tokens[: greedy().max_tokens] for tokens in generate(arguments, prompts())["tokens"]]
+    job = [engine_arguments() | {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK}, prompts(), MAX_TOKENS]
+    return in_a_process(["-c", STOCK], job, is_stock=True)[0]
 
 
 def spoil(engine: Engine) -> None:
@@ -53,10 +59,6 @@ def spoil(engine: Engine) -> None:
     engine.manager.note_spoilt({block.block_id for block in engine.pool.blocks if not block.is_null})
     for cache in engine.compression.pool:
         cache.content.fill_(float("nan"))
-
-
-def cached(prompt: list[int]) -> int:
-    return (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_requests_whose_blocks_come_later(expected, tmp_path):
@@ -80,12 +82,11 @@ def test_requests_whose_blocks_come_later(expected, tmp_path):
             engine.add(f"plain {index}", prompt, greedy())
             engine.add(f"compressed {index}", prompt, greedy("h2o"))
         found = run(engine, watch)
-        assert [found[f"plain {index}"] for index in range(len(expected))] == expected
-        assert [found[f"compressed {index}"] for index in range(len(expected))] == compressed
-        assert {f"plain {index}" for index in range(len(expected))} <= set.union(*waited)
+        names = [[f"{kind} {index}" for index in range(len(expected))] for kind in ("plain", "compressed")]
+        assert [[found[name] for name in some] for some in names] == [expected, compressed]
         # Those that never exceed their budget are plain.
-        short = {f"compressed {index}" for index, prompt in enumerate(prompts()) if len(prompt) < 64 + MAX_TOKENS}
-        assert {one for one in set.union(*waited) if one.startswith("compressed")} <= short != set()
+        short = {name for name, prompt in zip(names[1], prompts(), strict=True) if len(prompt) < 64 + MAX_TOKENS}
+        assert short and {*names[0]} <= set.union(*waited) <= {*names[0]} | short
         engine.assert_empty()
         # A request that ends while its blocks come.
         spoil(engine)
@@ -106,36 +107,32 @@ def test_blocks_that_do_not_come_are_computed(expected, tmp_path):
         assert engine.tokens(prompts(), greedy()) == expected
         spoil(engine)
         engine.scheduler.max_num_scheduled_tokens = 40  # so that chunks end within such blocks
-        again = engine.generate(prompts(), greedy())
-        assert [list(one.outputs[0].token_ids) for one in again] == expected
+        assert engine.tokens(prompts(), greedy()) == expected
         engine.assert_empty()
 
 
 def test_several_connectors(expected, tmp_path):
     """All store; whoever has a prompt's blocks loads them."""
     folders = [tmp_path / "first", tmp_path / "second"]
-    kinds = {"kv_connector": "ExampleConnector"}, LATE
-    several = [connector(folder, kind) for folder, kind in zip(folders, kinds, strict=True)]
+    several = [connector(folders[0], {"kv_connector": "ExampleConnector"}), connector(folders[1], LATE)]
     for one, folder in zip(several, folders, strict=True):
         del one["kv_load_failure_policy"]
         folder.mkdir()
-    with running(
-        {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": several}}
-    ) as engine:
+    extra = {"kv_connector_extra_config": {"connectors": several}}
+    with running({"kv_connector": "MultiConnector", "kv_role": "kv_both"} | extra) as engine:
         spoil(engine)
         assert engine.tokens(prompts(), greedy()) == expected
         compressed = engine.tokens(prompts(), greedy("keepkv"))
         assert [len(list(folder.iterdir())) for folder in folders] == [len(prompts())] * 2
-        for _ in folders:
+        for folder in folders:
             spoil(engine)
             again = engine.generate([*prompts(), *prompts()], [greedy()] * 8 + [greedy("keepkv")] * 8)
-            tokens = [list(one.outputs[0].token_ids) for one in again]
-            assert tokens == expected + compressed
-            assert [one.num_cached_tokens for one in again[:8]] == [cached(one) for one in prompts()]
+            assert tokens(again) == expected + compressed
+            cached = [(len(one) - 1) // BLOCK_SIZE * BLOCK_SIZE for one in prompts()]
+            assert [one.num_cached_tokens for one in again[:8]] == cached
             engine.assert_empty()
-            shutil.rmtree(folders[0])
-            folders[0].mkdir()
-            assert not list(folders[0].iterdir())
+            for stored in folder.iterdir():  # from the next time on the other connector has them
+                shutil.rmtree(stored)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
+from tests.engine.architectures import POLICIES, arguments
 from tests.engine.conftest import Engine, engine_with, in_a_process
 from tests.engine.test_vllm_features import compressed, random_text
 from tests.random_model import SIZES, write_llama
-from vllm_kvmerge.policies import PRESETS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -23,22 +23,17 @@ RANK, MAX_TOKENS, CONTEXT = 4, 24, 200
 NAMES = None, "a", "b"
 """Of adapters; None: the model without one."""
 
-POLICIES = sorted(set(PRESETS) - {"kvzap"})
-"""kvzap needs a model of its own."""
-
 PROMPTS = [random_text(seed, 120 + 60 * seed) for seed in range(3)]
 PROGRAM = "from tests.engine import test_lora; test_lora.answer_on_stock_vllm()"
 
 
 def write_adapter(folder: Path, seed: int) -> None:
     """A random LoRA adapter of all that attention multiplies by, in PEFT's format."""
-    width, heads, kv_heads, size = (
-        int(SIZES[name]) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    shapes = {name: (width, n * size) for name, n in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))}
-    shapes["o_proj"] = (heads * size, width)
+    width, size = SIZES["hidden_size"], SIZES["head_dim"]
+    queries, keys = SIZES["num_attention_heads"] * size, SIZES["num_key_value_heads"] * size
+    shapes = {"q_proj": (width, queries), "k_proj": (width, keys), "v_proj": (width, keys), "o_proj": (queries, width)}
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(int(SIZES["num_hidden_layers"])):
+    for layer in range(SIZES["num_hidden_layers"]):
         for name, (inputs, outputs) in shapes.items():
             for matrix, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
                 key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{matrix}.weight"
@@ -58,26 +53,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(folder: Path) -> dict[str, Any]:
-    return {
-        "model": str(folder),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 2048,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 512,
-        "block_size": 32,
-        "kv_cache_memory_bytes": 64 << 20,
-        "enable_lora": True,
-        "max_loras": 3,  # one more than there are: vLLM's CPU operators give rows without an adapter the last place's
-        "max_lora_rank": 8,
-        "seed": 0,
-    }
+ARGUMENTS = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enable_lora": True,
+    "max_loras": 3,  # one more than there are: vLLM's CPU operators give rows without an adapter the last place's
+    "max_lora_rank": 8,
+}
 
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    with engine_with(**arguments(folder)) as engine:
+    with engine_with(**arguments(folder, **ARGUMENTS)) as engine:
         yield engine
 
 
@@ -110,14 +98,11 @@ def answer_on_stock_vllm() -> None:
 
 
 def test_plain_requests_equal_stock_vllm(engine, folder):
-    expected = in_a_process(["-c", PROGRAM], arguments(folder), is_stock=True)
+    expected = in_a_process(["-c", PROGRAM], arguments(folder, **ARGUMENTS), is_stock=True)
     assert len({*map(tuple, expected)}) == len(expected)  # or adapters would decide nothing
     assert tokens(engine.llm, plain_jobs()) == expected
-    budget = max(map(len, PROMPTS))
-    roomy = [
-        (name, prompt, compressed("keepkv", budget=budget, interval=MAX_TOKENS)) for name, prompt, _ in plain_jobs()
-    ]
-    assert tokens(engine.llm, roomy) == expected
+    roomy = compressed("keepkv", budget=max(map(len, PROMPTS)), interval=MAX_TOKENS)
+    assert tokens(engine.llm, [(name, prompt, roomy) for name, prompt, _ in plain_jobs()]) == expected
     engine.assert_empty()
 
 
@@ -129,12 +114,10 @@ def test_adapters_and_policies_in_one_batch(engine):
         for shift in range(2)
     ]
     assert engine.llm.reset_prefix_cache()
-    outputs = generate(engine.llm, jobs)
-    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
-    together = [list(output.outputs[0].token_ids) for output in outputs]
+    together = tokens(engine.llm, jobs)
+    assert {len(one) for one in together} == {MAX_TOKENS}
     engine.assert_empty()
-    for job, expected in zip(jobs, together, strict=True):
-        assert tokens(engine.llm, [job]) == [expected]
+    assert [tokens(engine.llm, [job])[0] for job in jobs] == together
     engine.assert_empty()
 
 

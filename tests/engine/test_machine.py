@@ -4,10 +4,7 @@
 """
 
 import logging
-import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -32,8 +29,6 @@ FAST = 60
 FEW = 4
 SEEDS = (1, 2, 4, 5, 6, 9)
 """Of which a few examples each find the faults of tests/mutants/schedules.yaml."""
-OPERATIONS_OF_AN_EXAMPLE = 300
-"""About."""
 
 EVENTS = (
     "preemptions",
@@ -53,14 +48,12 @@ EVENTS = (
 """What must come about in a run, or it proves little."""
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def quiet():
     """vLLM logs resets and pauses."""
     logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def run(num_examples: int, *phases: Phase, of_seed: int | None = SEED) -> None:
@@ -78,7 +71,7 @@ def run(num_examples: int, *phases: Phase, of_seed: int | None = SEED) -> None:
         report_multiple_bugs=False,
     )
     # Hypothesis draws constants of the modules that are loaded, which depend on the tests that have run before.
-    with quiet(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
         run_state_machine_as_test(machine, settings=chosen)
 
@@ -87,15 +80,11 @@ def run(num_examples: int, *phases: Phase, of_seed: int | None = SEED) -> None:
 def test_random_schedules(pytestconfig):
     asked = pytestconfig.getoption("--operations")
     before, events, started = Machine.operations, Machine.events.copy(), time.process_time()
-    fixed = EXAMPLES if pytestconfig.getoption("all") else FAST
-    num_examples = fixed if asked is None else math.ceil(asked / OPERATIONS_OF_AN_EXAMPLE)
-    while True:
-        run(num_examples, Phase.generate, Phase.shrink, of_seed=SEED if asked is None else None)
-        done = Machine.operations - before
-        if asked is None or done >= asked:
-            break
-        num_examples = math.ceil((asked - done) / OPERATIONS_OF_AN_EXAMPLE)
-    seconds = time.process_time() - started
+    if asked is None:
+        run(EXAMPLES if pytestconfig.getoption("all") else FAST, Phase.generate, Phase.shrink)
+    while Machine.operations - before < (asked or 0):
+        run(EXAMPLES, Phase.generate, Phase.shrink, of_seed=None)
+    done, seconds = Machine.operations - before, time.process_time() - started
     print(f"\n{done} operations, {done / seconds:.0f} per second of processor time")
     print(", ".join(f"{what}: {number}" for what, number in sorted((Machine.events - events).items())))
     missing = [event for event in EVENTS if Machine.events[event] == events[event]]

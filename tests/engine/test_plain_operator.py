@@ -69,9 +69,7 @@ def test_a_step_of_our_rows_alone_is_described_as_any_other(lengths, num_queries
     monkeypatch.setattr(
         CPUAttentionMetadataBuilder, "__init__", lambda self, config: vars(self).update(vllm_config=config)
     )
-    stock = CPUAttentionMetadata(
-        len(lengths), num_queries, common.query_start_loc, 0, common.seq_lens, None, None, None
-    )
+    stock = CPUAttentionMetadata(len(lengths), num_queries, common.query_start_loc, 0, common.seq_lens, *[None] * 3)
     monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", lambda *args: built.append(args) or stock)
     builder = MergeableAttentionBuilder(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)))
     builder.attends_plain = True

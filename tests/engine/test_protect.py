@@ -82,17 +82,6 @@ def test_protected_entries_survive_compressions_refreshes_and_preemption(engine,
     engine.assert_empty()
 
 
-def test_a_prompt_from_the_prefix_cache(engine, seen):
-    """The blocks that requests share are not written to: the second has the same entries, and the same answer."""
-    prompt = random_prompt(np.random.default_rng(42), PROMPT)
-    fields = {"policy": "h2o", "budget": 128, "protect": {"tokens": [[0, 64]]}}
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, extra_args=compression(**fields))
-    one, other = (engine.generate([prompt], params)[0] for _ in range(2))
-    assert other.num_cached_tokens > 0
-    assert one.outputs[0].token_ids == other.outputs[0].token_ids
-    assert seen[((0, 64),)] >= 4
-
-
 def test_a_protected_fact_is_found(engine):
     """Beside a window that has moved on."""
     rng = np.random.default_rng(43)

@@ -22,32 +22,34 @@ def test_recall_on_fresh_prompts(engine):
     assert scores["local"].exact < 0.6  # it has forgotten two facts in three
 
 
+def share_right(engine, task, samples, policy: str, budget: float, knows_question: bool = False, **parts: str) -> float:
+    tokenizer = engine.llm.get_tokenizer()
+    contexts = [{} if knows_question else {"context_tokens": len(tokenizer(one.context).input_ids)} for one in samples]
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=one.max_tokens,
+            extra_args=compression(policy, budget=budget, **parts, **context),
+        )
+        for one, context in zip(samples, contexts, strict=True)
+    ]
+    outputs = engine.llm.generate([one.prompt for one in samples], params, use_tqdm=False)
+    answers = [Completion(output.outputs[0].text) for output in outputs]
+    return float(np.mean([task.score(*pair) for pair in zip(samples, answers, strict=True)]))
+
+
 @pytest.mark.slow
 def test_a_question_that_comes_after_the_compression(engine):
-    """Leverage keeps facts that nobody has asked for yet; what the filler at the end attends to is something else.
-
-    Expected attention takes questions to be like the text before them, which the demo model's are not.
-    """
+    """Leverage, a repeated context and predictions keep facts that nobody has asked for yet; what the filler at the end
+    attends to is something else. Expected attention takes questions to be like the text before them, which the demo
+    model's are not."""
     task = DemoRecall(length=512, facts=8)
-    samples, tokenizer = task.samples(20, secrets.randbits(32), engine.llm.get_tokenizer()), engine.llm.get_tokenizer()
-
-    def share_right(policy: str, budget: float, **parts: str) -> float:
-        params = [
-            SamplingParams(
-                temperature=0,
-                max_tokens=sample.max_tokens,
-                extra_args=compression(
-                    policy, budget=budget, context_tokens=len(tokenizer(sample.context).input_ids), **parts
-                ),
-            )
-            for sample in samples
-        ]
-        outputs = engine.llm.generate([sample.prompt for sample in samples], params, use_tqdm=False)
-        completions = [Completion(output.outputs[0].text) for output in outputs]
-        return float(np.mean([task.score(*pair) for pair in zip(samples, completions, strict=True)]))
-
-    assert share_right("compactor", 0.5) >= 0.75
-    assert share_right("expected_attention", 0.75, allocator="adaptive") >= 0.35
+    asked = engine, task, task.samples(20, secrets.randbits(32), engine.llm.get_tokenizer())
+    assert share_right(*asked, "compactor", 0.5) >= 0.75
+    assert share_right(*asked, "expected_attention", 0.75, allocator="adaptive") >= 0.35
+    by_attention = share_right(*asked, "snapkv", 0.25)
+    assert share_right(*asked, "kvzip", 0.25) >= max(0.9, by_attention + 0.3)
+    assert share_right(*asked, "kvzap", 0.25, window_size=32, decode="grow") >= by_attention + 0.3
     engine.assert_empty()
 
 
@@ -55,13 +57,5 @@ def test_a_question_that_comes_after_the_compression(engine):
 def test_merging_keeps_more_than_dropping(engine):
     """Of several facts, those that were not selected: the same selection, merged into or not."""
     task = DemoMultikey(length=512)
-    samples = task.samples(40, secrets.randbits(32), engine.llm.get_tokenizer())
-
-    def share_right(**parts: str) -> float:
-        fields = compression("snapkv", budget=0.5, **parts)
-        params = SamplingParams(temperature=0, max_tokens=samples[0].max_tokens, extra_args=fields)
-        outputs = engine.llm.generate([sample.prompt for sample in samples], params, use_tqdm=False)
-        completions = [Completion(output.outputs[0].text) for output in outputs]
-        return float(np.mean([task.score(*pair) for pair in zip(samples, completions, strict=True)]))
-
-    assert share_right(merger="zip", tracker="log_ema") > share_right(tracker="log_ema") + 0.03
+    asked = engine, task, task.samples(40, secrets.randbits(32), engine.llm.get_tokenizer()), "snapkv", 0.5, True
+    assert share_right(*asked, merger="zip", tracker="log_ema") > share_right(*asked, tracker="log_ema") + 0.03

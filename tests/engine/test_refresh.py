@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import random_prompt
+from tests.engine.conftest import random_prompt, run
 from tests.measures import second_answers, second_question
 from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
@@ -56,42 +56,6 @@ def test_it_is_counted_and_reported(engine):
     assert "refreshes" not in output.kv_transfer_params[REPORT_KEY]
 
 
-@pytest.mark.slow
-def test_it_survives_preemption_and_leaves_nothing_behind(engine):
-    """A preempted request's complete cache is given up, and made again as it goes through the same compressions."""
-    rng = np.random.default_rng(33)
-    fields = [
-        {"policy": policy, "budget": 600, "refresh": {"every": every}, **more}
-        for policy, every, more in [
-            ("keepkv", 48, {}), ("zsmerge", 30, {}), ("morphkv", 64, {}), ("snapkv", 40, {}),
-            ("streaming_llm", 33, {"context_tokens": 600}), ("grkv", 50, {"decode": "bounded"}),
-        ]
-    ]  # fmt: skip
-    prompts = [random_prompt(rng, 700) for _ in fields]
-    params = [greedy(120, **one) for one in fields]
-    alone = [engine.tokens([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
-    add, outputs, preempted = engine.llm.llm_engine.add_request, {}, set()
-    for i in range(3):  # these only grow, and push the others out
-        plain = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
-        add(f"plain{i}", {"prompt_token_ids": random_prompt(rng, 1000)}, plain)
-    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        add(f"r{i}", {"prompt_token_ids": prompt}, one)
-    add("aborted", {"prompt_token_ids": prompts[0]}, params[0])
-    steps = 0
-    while engine.llm.llm_engine.has_unfinished_requests():
-        steps += 1
-        if steps == 60:
-            engine.llm.llm_engine.abort_request(["aborted"])
-        preempted |= {r.request_id[:2] for r in engine.scheduler.requests.values() if r.num_preemptions}
-        for output in engine.llm.llm_engine.step():
-            outputs[output.request_id] = list(output.outputs[0].token_ids)
-        if not any(request_id.startswith("r") for request_id in engine.scheduler.requests):
-            engine.llm.llm_engine.abort_request([f"plain{i}" for i in range(3)])
-    assert preempted & {f"r{i}" for i in range(len(prompts))}, "nothing was preempted: the pool is too large"
-    assert [outputs[f"r{i}"] for i in range(len(prompts))] == alone
-    engine.assert_empty()
-
-
 def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
     limits = engine.scheduler._limits
     room = 2 * limits.external_bytes(640)
@@ -99,16 +63,19 @@ def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
     rng = np.random.default_rng(34)
     params = greedy(40, policy="h2o", budget=128, refresh={"every": 16})
     for i in range(4):
-        engine.llm.llm_engine.add_request(f"r{i}", {"prompt_token_ids": random_prompt(rng, 600)}, params)
+        engine.add(f"r{i}", random_prompt(rng, 600), params)
     most, held = 0, set()
-    while engine.llm.llm_engine.has_unfinished_requests():
-        engine.llm.llm_engine.step()
+
+    def watch():
+        nonlocal most
         # Who waits holds nothing, or requests that wait for each other's room would wait for ever.
         running = {request.request_id for request in engine.scheduler.running}
         assert engine.scheduler._external_bytes._by_request.keys() <= running
         compressed = [r for r in engine.scheduler.running if r.request_id in engine.manager.segments]
         most = max(most, len(compressed))
         held.add(sum(engine.scheduler._size(request).external_bytes for request in compressed))
+
+    run(engine, watch)
     assert most == 2
     assert 0 < max(held) <= room
     engine.assert_empty()

@@ -9,13 +9,10 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from tests.engine.conftest import random_prompt, run
-from tests.measures import score
 from vllm_kvmerge import compression, demo
-from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.repetition import RepeatingRequest
 from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.request.parameters import parse_compression
@@ -126,130 +123,17 @@ def test_an_adapter_repeats_what_it_has_read():
     assert repeating.lora_request is parent.lora_request
 
 
-REQUESTS = {
-    "one chunk": (300, {"budget": 0.5}),
-    "chunks": (900, {"budget": 0.25, "chunk_size": 250, **PROMPTS}),
-    "question": (700, {"budget": 200, "chunk_size": 300, "context_tokens": 650}),
-    "per layer": (500, {"budget": 0.25, "allocator": "adaptive", "chunk_size": 200}),
-    "uniform": (450, {"budget": 0.25, "allocator": "uniform"}),
-    "threshold": (450, {"budget": {"threshold": 0.2, "max": 0.5}}),
-    "normalized": (450, {"budget": 0.25, "normalized": True, "chunk_size": 250}),
-    "short": (40, {"budget": 0.5}),
-    "within its budget": (100, {"budget": 300}),
-}
-
-
-def add_all(engine, prompts) -> None:
-    for name, (_, fields) in REQUESTS.items():
-        add(engine, name, prompts[name], params(12, **fields))
-
-
-@pytest.fixture(scope="module")
-def alone(engine):
-    """Prompt and tokens of each of the requests, alone and with nothing in the prefix cache."""
-    rng = np.random.default_rng(62)
-    prompts = {name: random_prompt(rng, length) for name, (length, _) in REQUESTS.items()}
-    tokens = {}
-    for name, (_, fields) in REQUESTS.items():
-        assert engine.llm.reset_prefix_cache()
-        (tokens[name],) = engine.tokens([prompts[name]], params(12, **fields))
-    engine.assert_empty()
-    return prompts, tokens
-
-
-@pytest.mark.slow
-def test_company_changes_nothing(engine, alone):
-    """Other policies and plain requests run beside them; none of the internal requests is shown to anybody."""
-    prompts, tokens = alone
-    assert engine.llm.reset_prefix_cache()
-    rng = np.random.default_rng(63)
-    for index, policy in enumerate([None, "snapkv", "keepkv"]):
-        add(
-            engine, f"other {index}", random_prompt(rng, 400), params(30, policy, **({"budget": 100} if policy else {}))
-        )
-    add_all(engine, prompts)
-    seen = []
-    found = run(engine, lambda: seen.extend(one.index for one in internal(engine)))
-    assert {name: found[name] for name in tokens} == tokens
-    assert set(found) == set(tokens) | {f"other {index}" for index in range(3)}
-    assert set(seen) == {0, 1, 2, 3}
-    engine.assert_empty()
-
-
-def test_a_hit_in_the_prefix_cache_changes_nothing(engine, alone):
+def test_a_hit_in_the_prefix_cache_changes_nothing(engine):
     """Queries of the context are not needed, so all of it may be cached; repetitions leave nothing there."""
-    prompts, tokens = alone
-    name = "chunks"
+    prompt, asked = random_prompt(np.random.default_rng(62), 900), params(12, budget=0.25, chunk_size=250, **PROMPTS)
     assert engine.llm.reset_prefix_cache()
-    engine.tokens([prompts[name]], params(2, policy=None))
-    pool = engine.pool.cached_block_hash_to_block
-    cached = len(pool)
-    (output,) = engine.generate([prompts[name]], params(12, **REQUESTS[name][1]))
-    assert output.num_cached_tokens == 896 and list(output.outputs[0].token_ids) == tokens[name]
-    assert len(pool) == cached
-    engine.assert_empty()
-
-
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("num_blocks", [40, 46])
-def test_preemption_changes_nothing(engine, alone, num_blocks):
-    """The pool has room for one or two contexts and a repetition: requests and repetitions are preempted."""
-    prompts, tokens = alone
+    (expected,) = engine.tokens([prompt], asked)
     assert engine.llm.reset_prefix_cache()
-    preempted: set[str] = set()
-    with engine.with_blocks(num_blocks):
-        add_all(engine, prompts)
-        requests = list(engine.scheduler.requests.values())
-        found = run(engine, lambda: preempted.update(one.request_id for one in requests if one.num_preemptions))
-    assert found == tokens
-    assert preempted
-    engine.assert_empty()
-
-
-def test_few_requests_at_once(engine, alone, monkeypatch):
-    """Of two places, one stays free for the repetition."""
-    prompts, tokens = alone
-    assert engine.llm.reset_prefix_cache()
-    monkeypatch.setattr(engine.scheduler, "max_num_active_reqs", 2)
-    add_all(engine, prompts)
-    assert run(engine) == tokens
-    engine.assert_empty()
-
-
-@pytest.mark.parametrize("when", ["queued", "running", "finished"])
-def test_a_request_that_ends_takes_its_repetition_along(engine, when):
-    prompt = random_prompt(np.random.default_rng(64), 1500)
-    add(engine, "one", prompt, params(1 if when == "finished" else 8, budget=0.25, chunk_size=1100))
-    step = engine.llm.llm_engine.step
-    while not internal(engine):
-        step()
-        if when == "finished":  # with its first token, before its context has been repeated
-            break
-    if when == "running":
-        step()
-        assert internal(engine)[0].num_computed_tokens > 1500
-    if when == "finished":
-        step()
-    else:
-        engine.llm.llm_engine.abort_request(["one"])
-    assert not internal(engine) and not engine.scheduler.running and not engine.scheduler.waiting
-    step()
-    engine.assert_empty()
-
-
-def test_the_engine_can_be_paused(engine, alone):
-    """New requests are not admitted then, repetitions included: what waits for one goes back to the queue."""
-    prompts, tokens = alone
-    assert engine.llm.reset_prefix_cache()
-    add(engine, "chunks", prompts["chunks"], params(12, **REQUESTS["chunks"][1]))
-    while not internal(engine):
-        engine.llm.llm_engine.step()
-    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    for _ in range(3):
-        engine.llm.llm_engine.step()
-    assert engine.scheduler.get_num_unfinished_requests() == 0
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert run(engine) == {"chunks": tokens["chunks"]}
+    engine.tokens([prompt], params(2, policy=None))
+    cached = len(engine.pool.cached_block_hash_to_block)
+    (output,) = engine.generate([prompt], asked)
+    assert output.num_cached_tokens == 896 and list(output.outputs[0].token_ids) == expected
+    assert len(engine.pool.cached_block_hash_to_block) == cached
     engine.assert_empty()
 
 
@@ -280,26 +164,4 @@ def test_what_is_refused(engine, fields, field):
     with pytest.raises(ValueError, match=rf"kv_compression\.{field}: .*allowed: "):
         (output,) = engine.generate([prompt], params(8, budget=0.25, **fields))
         raise ValueError(output.kv_transfer_params["kvmerge"]["error"])
-    engine.assert_empty()
-
-
-def test_recall_of_facts_when_the_question_is_not_known(engine):
-    """At a quarter of the context's entries and at an eighth, nearly all facts can be asked for."""
-    rng = np.random.default_rng(67)
-    prompts = [recall.draw_prompt(rng, 500, 8) for _ in range(10)]
-    tokenizer = engine.llm.get_tokenizer()
-
-    def exact(policy: str, budget: float) -> float:
-        asked = [
-            params(5, policy, budget=budget, decode="grow", context_tokens=len(tokenizer.encode(prompt.context)))
-            for prompt in prompts
-        ]
-        for one in asked:
-            one.ignore_eos = False
-        outputs = engine.llm.generate([prompt.text for prompt in prompts], asked, use_tqdm=False)
-        return score([output.outputs[0].text for output in outputs], prompts, policy).exact
-
-    known_by_attention, by_keys = exact("snapkv", 0.125), exact("keydiff", 0.125)
-    assert exact("kvzip", 0.25) >= 0.9
-    assert exact("kvzip", 0.125) >= max(0.8, by_keys - 0.1, known_by_attention + 0.3)
     engine.assert_empty()

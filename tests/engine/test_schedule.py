@@ -111,22 +111,6 @@ def test_a_context_is_compressed_while_it_is_computed(decode):
     assert compressions(compression("snapkv", 90, decode=decode, prefill={"chunk": 1})) == [90] * (decode == "bounded")
 
 
-def test_later_chunks_are_scored_by_the_newest_queries():
-    one = compression("snapkv", decode="grow", prefill={"chunk": 100})
-    assert one.window_start(196) == 196 - 32 and one.query_window == 32
-    assert not one.is_rescored(UNCOMPRESSED) and one.is_rescored(Segments(96, 196))
-    assert not one.is_rescored(Segments(96, 500))
-    everything = compression("h2o", decode="grow", score_window="all", prefill={"chunk": 100})
-    assert everything.window_start(196) == 0 and everything.query_window == 0
-    assert not everything.is_rescored(Segments(96, 196))
-    assert one.score_bytes == LIMITS.prompt_score_bytes(196)
-
-
-def test_entries_that_a_compression_reads():
-    one = compression("keepkv", decode="bounded")
-    assert one.num_entries(UNCOMPRESSED, 500) == 500 and one.num_entries(Segments(96, 500), 532) == 96 + 32
-
-
 def test_a_windows_last_block_counts_as_a_whole():
     limits = replace(LIMITS, window_blocks=((3, 32), (2, 64)))
     slots = {num_tokens: limits.window_slots(num_tokens) for num_tokens in (1, 32, 33, 65, 500)}

@@ -71,13 +71,6 @@ def test_a_chat_template_gives_the_authors_prompts(tmp_path: Path) -> None:
         (WORDS, "{{ raise_exception('no user may speak') }}"),
         (WORDS, "{{ '<s> [model] ' }}"),
     ],
-    ids=[
-        "no template",
-        "unknown word",
-        "unknown word of the template",
-        "template that raises",
-        "template without words",
-    ],
 )
 def test_without_words_for_all_of_them_there_are_no_prompts(tmp_path: Path, words: list[str], template: str) -> None:
     model = served(tmp_path, words, template)

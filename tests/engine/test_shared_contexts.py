@@ -1,7 +1,7 @@
 """Compressed contexts in the prefix cache: requests that begin with one, and what becomes of it."""
 
 import zlib
-from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -38,6 +38,12 @@ def answers(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def counted(policy: str) -> tuple[float, ...]:
+    """Requests that began with a front, their tokens that were not computed, and requests that found none."""
+    counters = CONTEXT_HITS, CONTEXT_HIT_TOKENS, CONTEXT_MISSES
+    return tuple(counter.labels(policy, 0)._value.get() for counter in counters)
+
+
 FIELDS = {
     "threshold": ("snapkv", {"budget": {"threshold": 0.005, "max": 0.5}}),
     "bounded threshold": ("h2o", {"budget": {"threshold": 0.01, "max": 0.5}, "decode": "bounded"}),
@@ -50,38 +56,25 @@ FIELDS = {
 CASES = {policy: (policy, {}) for policy in sorted(PRESETS)} | FIELDS
 
 
-@pytest.fixture(scope="module")
-def asked(engine):
-    """Of a case: the context and two questions, and what lone requests answer that share nothing."""
-
-    @cache
-    def ask(name):
-        policy, fields = CASES[name]
-        rng = np.random.default_rng(zlib.crc32(name.encode()))
-        context = random_prompt(rng, CONTEXT)
-        prompts = [context + random_prompt(rng, QUESTION)[1:] for _ in range(2)] + [context]
-        assert engine.llm.reset_prefix_cache()
-        answered = answers(engine.generate(prompts[:2], params(policy, **fields)))
-        return prompts, answered + answers(engine.generate([context], params(policy, context=None, **fields)))
-
-    return ask
-
-
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("case", CASES)
-def test_a_request_goes_on_from_the_front_of_another(engine, fronts, asked, case):
+def test_a_request_goes_on_from_the_front_of_another(engine, fronts, case):
     """After the same context, and if the context is all there is: the front then says what comes next."""
-    (policy, fields), (prompts, expected) = CASES[case], asked(case)
+    (policy, fields), rng = CASES[case], np.random.default_rng(zlib.crc32(case.encode()))
+    context = random_prompt(rng, CONTEXT)
+    prompts = [context + random_prompt(rng, QUESTION)[1:] for _ in range(2)] + [context]
+    with patch.object(engine.manager, "fronts", None):
+        expected = answers(engine.generate(prompts[:2], params(policy, **fields)))
+        expected += answers(engine.generate([context], params(policy, context=None, **fields)))
+    assert engine.llm.reset_prefix_cache()
+    hits, tokens, misses = counted(policy)
     first = engine.generate(prompts[:1], params(policy, **fields))
     assert answers(first) == expected[:1] and len(fronts) == 1
-    hits, computed = CONTEXT_HITS.labels(policy, 0)._value.get(), CONTEXT_HIT_TOKENS.labels(policy, 0)._value.get()
     some = [params(policy, **fields), params(policy, **fields), params(policy, context=None, **fields)] * 2
     outputs = engine.generate(prompts * 2, some)
     assert [output.num_cached_tokens for output in outputs] == [CONTEXT, CONTEXT, CONTEXT - 1] * 2
     assert answers(outputs) == expected * 2
-    assert CONTEXT_HITS.labels(policy, 0)._value.get() == hits + 6
-    assert CONTEXT_HIT_TOKENS.labels(policy, 0)._value.get() == computed + 6 * CONTEXT
-    assert len(fronts) == 1
+    assert counted(policy) == (hits + 6, tokens + 6 * CONTEXT, misses + 1) and len(fronts) == 1
     engine.assert_empty()
 
 
@@ -106,62 +99,6 @@ def test_all_read_one_front_that_none_of_them_writes_to(engine, fronts):
     engine.assert_empty()
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("policy", ["snapkv", "h2o", "kvzip"])
-def test_what_differs_is_not_shared(engine, fronts, policy):
-    rng = np.random.default_rng(63)
-    context = random_prompt(rng, CONTEXT)
-    prompt = context + random_prompt(rng, QUESTION)
-    other = [*prompt[: CONTEXT - 1], prompt[CONTEXT - 1] ^ 1, *prompt[CONTEXT:]]  # in the partial block
-    asked = {
-        "one": (prompt, params(policy), {}),
-        "budget": (prompt, params(policy, budget=97), {}),
-        "longer": (prompt, params(policy, context=CONTEXT + 1), {}),
-        "token": (other, params(policy), {}),
-        "salt": (prompt, params(policy), {"cache_salt": "theirs"}),
-        "salted so": (prompt, params(policy), {"cache_salt": "others"}),
-        "refreshed": (prompt, params("keepkv", refresh={"every": 8}), {}),
-    }
-    for name, (tokens, some, salt) in asked.items():
-        engine.add(name, tokens, some, **salt)
-        hits = CONTEXT_HITS.labels(policy, 0)._value.get()
-        run(engine)
-        assert CONTEXT_HITS.labels(policy, 0)._value.get() == hits, name
-    assert len(fronts) == len(asked) - 1  # what a refresh needs besides is gone
-    for name, (tokens, some, salt) in asked.items():
-        engine.add(name, tokens, some, **salt)
-        run(engine)
-    assert CONTEXT_HITS.labels(policy, 0)._value.get() == hits + len(asked) - 1
-    # Every default spelled out is the same policy.
-    own = {"merger": PRESETS[policy].merger, "allocator": PRESETS[policy].allocator}
-    spelled = params(policy, 2, **own)
-    assert engine.generate([prompt], spelled)[0].num_cached_tokens == CONTEXT
-    engine.assert_empty()
-
-
-def test_a_front_goes_with_its_first_block(engine, fronts):
-    """Blocks that are needed for something else are taken from the front that was used least recently, and workers
-    forget what they kept of it."""
-    rng = np.random.default_rng(64)
-    prompts = [random_prompt(rng, 700) for _ in range(6)]
-    some = params("adakv", 4, 640, budget=320, decode="bounded")
-    for prompt in prompts:
-        engine.generate([prompt], some)
-    assert len(fronts) == 6 == len(engine.compression._fronts)
-    assert fronts.num_blocks == 6 * 10
-    engine.generate(prompts[:1], some)  # now the second is the oldest
-    for num_tokens in (3500, 2600):  # with the fronts, these would take 252 of 229 blocks
-        engine.generate([random_prompt(rng, num_tokens)], params(None, 2))
-    cached = [output.num_cached_tokens for output in engine.generate(prompts, some)]
-    assert cached[0] == 640 and cached[1] < 640
-    engine.generate([random_prompt(rng, 4000)], params(None, 2))
-    engine.generate([random_prompt(rng, 3900)], params(None, 2))
-    assert len(fronts) == 0
-    engine.generate(prompts[:1], params(None, 1))
-    assert engine.compression._fronts == {}
-    engine.assert_empty()
-
-
 def test_what_a_front_stands_for_is_evicted_before_fronts(engine, fronts):
     """Contexts fill the pool three times over. Their fronts fill less than half of it."""
     rng = np.random.default_rng(77)
@@ -176,6 +113,7 @@ def test_what_a_front_stands_for_is_evicted_before_fronts(engine, fronts):
 
 
 def test_what_several_contexts_begin_with_is_evicted_in_its_turn(engine, fronts):
+    """And a prompt without a question, with which the next turn of a chat begins."""
     rng = np.random.default_rng(78)
     common = random_prompt(rng, 320)
     prompts = [common + random_prompt(rng, 340)[1:] for _ in range(3)]
@@ -186,18 +124,12 @@ def test_what_several_contexts_begin_with_is_evicted_in_its_turn(engine, fronts)
         engine.generate([random_prompt(rng, 960)], params(None, 2))
         assert engine.generate(prompts[:1], params(None, 2))[0].num_cached_tokens == 320
         assert engine.generate(prompts[2:], some)[0].num_cached_tokens == 320
-    engine.assert_empty()
-
-
-def test_a_prompt_without_a_question_keeps_its_blocks(engine, fronts):
-    """The next turn of a chat begins with it."""
-    rng = np.random.default_rng(79)
-    first = random_prompt(rng, 640)
-    engine.generate([first], params("keydiff", 2, None))
+    assert engine.llm.reset_prefix_cache()
+    engine.generate(prompts[:1], params("keydiff", 2, None))
     with engine.with_blocks(70):
         engine.generate([random_prompt(rng, 960)], params(None, 2))
-        second = first + random_prompt(rng, 50)
-        assert engine.generate([second], params("keydiff", 2, None))[0].num_cached_tokens == 640
+        longer = prompts[0] + random_prompt(rng, 50)
+        assert engine.generate([longer], params("keydiff", 2, None))[0].num_cached_tokens == 640
     engine.assert_empty()
 
 
@@ -230,39 +162,29 @@ def test_the_plain_prefix_cache_is_unharmed(engine, fronts):
     engine.assert_empty()
 
 
-def test_preempted_and_aborted_requests_leave_their_fronts(engine, fronts):
-    rng = np.random.default_rng(67)
-    policies = ["snapkv", "h2o", "keepkv", "morphkv", "kvzip", "adakv"]
-    contexts = {policy: random_prompt(rng, 250) for policy in policies}
-    prompts = [contexts[policy] + random_prompt(rng, 20) for policy in policies for _ in range(2)]
-    some = [params(policy, 60, 250, budget=150) for policy in policies for _ in range(2)]
-    fronts_before = len(fronts)
-    expected = []
-    for prompt, one in zip(prompts, some, strict=True):
-        assert engine.llm.reset_prefix_cache() and len(fronts) == fronts_before == 0
-        expected += answers(engine.generate([prompt], one))
-    for index in range(5):  # these only grow, and push the others out
-        engine.add(f"plain{index}", random_prompt(rng, 150), params(None, 150))
-    for index, (prompt, one) in enumerate(zip(prompts, some, strict=True)):
-        engine.add(str(index), prompt, one)
-    preempted: set[str] = set()
-
-    def watch():
-        preempted.update(name for name, one in engine.scheduler.requests.items() if one.num_preemptions)
-
-    with engine.with_blocks(70):
-        tokens = run(engine, watch)
-    assert len(preempted) >= 3
-    assert [tokens[str(index)] for index in range(len(prompts))] == expected
-    engine.assert_empty()
-    for steps in range(1, 5):
-        for index, (prompt, one) in enumerate(zip(prompts, some, strict=True)):
-            engine.add(str(index), prompt, one)
-        for _ in range(steps):
-            engine.llm.llm_engine.step()
-        engine.llm.llm_engine.abort_request(list(engine.scheduler.requests), internal=True)
-        engine.assert_empty()
-    assert answers(engine.generate(prompts, some)) == expected
+def test_what_differs_is_not_shared(engine, fronts):
+    """A secret of a request's own (``cache_salt``) included; with every default spelled out it is the same policy."""
+    rng = np.random.default_rng(63)
+    context = random_prompt(rng, CONTEXT)
+    prompt = context + random_prompt(rng, QUESTION)
+    other = [*prompt[: CONTEXT - 1], prompt[CONTEXT - 1] ^ 1, *prompt[CONTEXT:]]  # in the partial block
+    asked = [
+        (prompt, params("snapkv"), {}),
+        (prompt, params("snapkv", budget=97), {}),
+        (prompt, params("snapkv", context=CONTEXT + 1), {}),
+        (other, params("snapkv"), {}),
+        (prompt, params("snapkv"), {"cache_salt": "theirs"}),
+        (prompt, params("snapkv"), {"cache_salt": "others"}),
+    ]
+    hits = counted("snapkv")[0]
+    for expected in (0, len(asked)):
+        for index, (tokens, some, salt) in enumerate(asked):
+            engine.add(str(index), tokens, some, **salt)
+            run(engine)
+        assert counted("snapkv")[0] == hits + expected
+    assert len(fronts) == len(asked)
+    spelled = params("snapkv", 2, merger=PRESETS["snapkv"].merger, allocator=PRESETS["snapkv"].allocator)
+    assert engine.generate([prompt], spelled)[0].num_cached_tokens == CONTEXT
     engine.assert_empty()
 
 
@@ -274,15 +196,4 @@ def test_a_front_that_failed_is_not_shared(engine, fronts):
             output = engine.generate([prompt], bad)[0]
             assert output.outputs[0].finish_reason == "error" and output.num_cached_tokens < 250
     assert len(fronts) == 0
-    engine.generate([prompt], params(None, 1))
-    assert engine.compression._fronts == {}
-    engine.assert_empty()
-
-
-def test_misses_are_counted(engine, fronts):
-    prompt = random_prompt(np.random.default_rng(69), 300)
-    misses = CONTEXT_MISSES.labels("snapkv", 0)._value.get()
-    for _ in range(3):
-        engine.generate([prompt], params("snapkv", 4, 250))
-    assert CONTEXT_MISSES.labels("snapkv", 0)._value.get() == misses + 1
     engine.assert_empty()

@@ -1,10 +1,9 @@
-"""Situations in which other caches of vLLM's were found wrong: preemption by priority, a pause that discards the cache,
-texts that end an answer, long repetitions in half precision, and unusual heads and blocks."""
+"""Situations in which other caches of vLLM's were found wrong: preemption by priority, and a pause that discards the
+cache."""
 
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.conftest import Engine, engine_with, preempt_all, run
-from tests.engine.test_speculative import SPECULATION, forget_numba, with_drafts
-from tests.engine.test_vllm_features import arguments, compressed, random_text, write_byte_tokenizer
-from tests.random_model import write_llama
-from vllm_kvmerge import compression, demo
-from vllm_kvmerge.engine.usage import REPORT_KEY
-from vllm_kvmerge.ops import OPERATORS
-from vllm_kvmerge.policies import MERGERS, PRESETS
+from tests.engine.test_speculative import SPECULATION, with_drafts
+from tests.engine.test_vllm_features import arguments, compressed, folder, random_text
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+__all__ = ["folder"]  # a fixture
 
 SCHEMA = {
     "type": "object",
@@ -31,34 +27,11 @@ SCHEMA = {
 }
 
 
-@contextmanager
-def running(folder: Path, config: dict[str, Any] | None = None, **others: Any) -> Iterator[Engine]:
-    own = {"additional_config": {"kvmerge": config}} if config else {}
-    forget_numba()  # which another file may have imported for its drafts
-    with engine_with(**arguments(folder) | own | others) as engine:
-        yield engine
-
-
-def folder_of(where: Path, **sizes: Any) -> Path:
-    folder = write_llama(where, vocab_size=258, bos_token_id=0, eos_token_id=1, **sizes)
-    write_byte_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["", "drafts"])
+@pytest.fixture(scope="module", params=[{}, {"speculative_config": SPECULATION}], ids=["", "drafts"])
 def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    others: dict[str, Any] = {"scheduling_policy": "priority", "max_num_batched_tokens": 512}
-    if not request.param:
-        with running(folder, **others) as engine:
-            yield engine
-    else:
-        with with_drafts(), running(folder, **others, speculative_config=SPECULATION) as engine:
-            yield engine
+    others: dict[str, Any] = {"scheduling_policy": "priority", "max_num_batched_tokens": 512} | request.param
+    with with_drafts(), engine_with(**arguments(folder) | others) as engine:
+        yield engine
 
 
 def jobs() -> list[tuple[list[int], SamplingParams]]:
@@ -120,8 +93,7 @@ def test_preempted_again_and_again_by_priority(engine):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_a_pause_that_discards_the_cache_changes_no_answer(engine, level):
+def test_a_pause_that_discards_the_cache_changes_no_answer(engine):
     expected, core = alone(engine), engine.llm.llm_engine
     with engine.sharing_contexts() as fronts:
         for index, (prompt, params) in enumerate(jobs()):
@@ -131,81 +103,9 @@ def test_a_pause_that_discards_the_cache_changes_no_answer(engine, level):
             for _ in range(pause):
                 for output in core.step():
                     tokens[output.request_id] = list(output.outputs[0].token_ids)
-            core.sleep(level=level, mode="keep")
-            assert level == 0 or len(fronts) == 0
-            core.wake_up(["scheduling"] if level == 0 else None)
+            core.sleep(level=1, mode="keep")
+            assert len(fronts) == 0
+            core.wake_up()
         tokens |= run(engine)
     assert [tokens[str(index)] for index in range(len(expected))] == expected
     engine.assert_empty()
-
-
-def test_a_pause_that_aborts_leaves_nothing(engine):
-    for index, (prompt, params) in enumerate(jobs()):
-        submit(engine, index, prompt, params)
-    for _ in range(12):
-        engine.llm.llm_engine.step()
-    engine.llm.llm_engine.sleep(level=1, mode="abort")
-    with pytest.raises(RuntimeError, match="release_kv_cache_memory"):  # a worker on CPU has no such memory
-        engine.llm.llm_engine.release_kv_cache_memory()
-    engine.llm.llm_engine.wake_up()
-    for index, _ in enumerate(jobs()):
-        engine.llm.llm_engine.abort_request([str(index)])
-    run(engine)
-    engine.assert_empty()
-
-
-@pytest.mark.parametrize("policy", ["keepkv", "streaming_llm", "h2o"])
-def test_a_text_ends_an_answer_whose_positions_are_the_caches(engine, policy):
-    prompt, more = random_text(77, 300), compressed(policy, decode="bounded", positions="cache")
-    (whole,) = engine.llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=80, **more))
-    text = whole.outputs[0].text
-    stop = text[41:44]
-    params = SamplingParams(temperature=0, max_tokens=80, stop=[stop], **more)
-    (ended,) = engine.llm.generate([{"prompt_token_ids": prompt}], params)
-    assert ended.outputs[0].text == text[: text.index(stop)] and ended.outputs[0].stop_reason == stop
-    assert engine.llm.reset_prefix_cache()
-    engine.assert_empty()
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "block_size"), [(80, 32), (96, 64), (256, 32), (256, 128)], ids=lambda size: str(size)
-)
-def test_heads_and_blocks_of_other_sizes(tmp_path, head_dim, block_size):
-    """As by PyTorch's operators, alone and in company."""
-    folder, found = folder_of(tmp_path, head_dim=head_dim), []
-    for config in ({}, {"operators": dict.fromkeys(OPERATORS, "reference")}):
-        with running(folder, config, block_size=block_size) as engine:
-            found.append(alone(engine))
-            prompts, params = zip(*jobs(), strict=True)
-            assert engine.tokens(list(prompts), list(params)) == found[-1]
-            engine.assert_empty()
-    assert found[0] == found[1]
-
-
-MERGING = sorted(name for name, preset in PRESETS.items() if preset.merger != "drop")
-
-
-def test_long_repetitions_in_half_precision():
-    """Keys that are all alike, and every merger: nothing overflows, and the answers have probabilities."""
-    own = {"dtype": "float16", "max_model_len": 4096, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
-    prompts = {
-        "one": [2] + [300] * 3000,
-        "two": [2] + [300, 301] * 1500,
-        "late": [2] + [300] * 2900 + [*range(310, 400)],
-    }
-    fields = [{"policy": name} for name in MERGING]
-    fields += [{"policy": "snapkv", "merger": name} for name in sorted(MERGERS) if name != "drop"]
-    with engine_with(model=demo.model_path(), **own) as engine:
-        for prompt in prompts.values():
-            for field in fields:
-                try:
-                    asked = compression(**{"budget": 128, "decode": "bounded", "interval": 8} | field)
-                except ValueError:
-                    asked = compression(**{"budget": 128} | field)  # of the prompt alone
-                params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, extra_args=asked)
-                (output,) = engine.generate([prompt], params)
-                assert "error" not in ((output.kv_transfer_params or {}).get(REPORT_KEY) or {}), field
-                likely = [max(one.logprob for one in row.values()) for row in output.outputs[0].logprobs]
-                assert len(likely) == 40 and all(-20 < one <= 0 for one in likely), field
-        assert engine.llm.reset_prefix_cache()
-        engine.assert_empty()

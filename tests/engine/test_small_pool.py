@@ -54,7 +54,7 @@ def test_prompts_longer_than_the_pool_are_served(engine, prompts, policy):
     expected = [engine.tokens([prompt], sampling)[0] for prompt in prompts]
     with small_pool(engine):
         for index, prompt in enumerate(prompts):
-            engine.llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling)
+            engine.add(str(index), prompt, sampling)
         tokens = run(engine, preempting(engine, 8))
         assert [tokens[str(index)] for index in range(len(prompts))] == expected
     with engine.sharing_contexts(), small_pool(engine):
@@ -75,17 +75,12 @@ def test_what_would_never_fit_is_refused(engine, fields, length, why):
     """Offline the scheduler refuses: the request ends with an error, and others go on."""
     rng = np.random.default_rng(94)
     prompt, other = random_prompt(rng, length), random_prompt(rng, 300)
-    reasons, tokens = {}, {}
     with small_pool(engine):
-        engine.llm.llm_engine.add_request("refused", {"prompt_token_ids": prompt}, params(5, **fields))
-        engine.llm.llm_engine.add_request("other", {"prompt_token_ids": other}, params(5))
-        while engine.llm.llm_engine.has_unfinished_requests():
-            for output in engine.llm.llm_engine.step():
-                reasons[output.request_id] = output.outputs[0].finish_reason
-                tokens[output.request_id] = len(output.outputs[0].token_ids)
+        outputs = engine.generate([prompt, other], [params(5, **fields), params(5)])
         with pytest.raises(CompressionError, match=why):
             engine.scheduler._limits.check_room(parse_compression(fields) if fields else None, length)
-    assert reasons == {"refused": "error", "other": "length"} and tokens == {"refused": 0, "other": 5}
+    answers = [output.outputs[0] for output in outputs]
+    assert [(one.finish_reason, len(one.token_ids)) for one in answers] == [("error", 0), ("length", 5)]
 
 
 def test_generation_ends_where_the_pool_does(engine):

@@ -13,15 +13,12 @@ import torch
 from vllm import SamplingParams
 
 from tests.demo_model import BYTES_PER_BLOCK
-from tests.engine.architectures import check_company_and_preemption
+from tests.engine.architectures import check_company_and_preemption, jobs
 from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, engine_with, in_a_process, random_prompt, run
 from tests.engine.test_small_pool import POOL, small_pool
 from tests.engine.test_tensor_parallel import NUM_TOKENS, generate
-from tests.presets import SMALL
-from vllm_kvmerge import compression, demo, kvmerge_engine_args
-from vllm_kvmerge.engine.plan import attached_step
+from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
-from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.proof import PROOFS_KEY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -34,17 +31,11 @@ SPECULATION = {
     "prompt_lookup_min": 1,  # so that drafts are often wrong
 }
 DRAFTING = {"speculative_config": SPECULATION, "per_request_spec_decode_metrics": "detailed"}
-PROGRAM = "from tests.engine import test_speculative; test_speculative.answer()"
+PROGRAM = "from tests.engine import test_speculative; test_speculative.answer_on_stock_vllm()"
 
 
-def arguments(**others: Any) -> dict[str, Any]:
-    return engine_arguments() | {"kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK} | others
-
-
-def ours(**others: Any) -> dict[str, Any]:
-    # Answers are compared with stock vLLM's.
-    config = {"kvzap": demo.kvzap_path(), "plain_attention": "vllm"}
-    return arguments(**others) | {"additional_config": {"kvmerge": config}}
+def arguments() -> dict[str, Any]:
+    return engine_arguments() | {"kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK} | DRAFTING
 
 
 THREADS = {"NUMBA_THREADING_LAYER": "workqueue"}
@@ -69,15 +60,11 @@ def forget_numba() -> None:
     sys.modules.pop("llvmlite.binding.ffi", None)
 
 
-@contextmanager
-def running(**others: Any) -> Iterator[Engine]:
-    with with_drafts(), engine_with(**ours(**others)) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with running(**DRAFTING) as engine:
+    # Answers are compared with stock vLLM's.
+    own = {"kvmerge": {"kvzap": demo.kvzap_path(), "plain_attention": "vllm"}}
+    with with_drafts(), engine_with(**arguments(), additional_config=own) as engine:
         yield engine
 
 
@@ -96,43 +83,15 @@ def repeating(jobs: list[tuple[list[int], SamplingParams]]) -> list[tuple[list[i
     return [(repetitive(index, len(prompt)), asked) for index, (prompt, asked) in enumerate(jobs)]
 
 
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"context_tokens": 150},
-    {"prefill": {"chunk": 70}},
-    {"decode": "bounded"},
-    {"refresh": {"every": 20}},
-    {"positions": "cache"},
-    {"reuse": "turns"},
+WITHIN_ITS_BUDGET_FIRST = {"policy": "h2o", "budget": 240, "interval": 30}
+MORE: list[dict[str, Any]] = [
+    WITHIN_ITS_BUDGET_FIRST,
+    {"policy": "morphkv", "refresh": {"every": 24}, "context_tokens": 120},
+    {"policy": "kvzap", "window_size": 32, "decode": "bounded"},
+    {"policy": "streaming_llm", "positions": "cache"},
+    {"policy": "snapkv", "reuse": "turns"},
 ]
-NAMED: dict[str, dict[str, Any]] = {
-    "uneven": {"policy": "snapkv", "allocator": "adaptive", "decode": "bounded"},
-    "skipped": {"policy": "morphkv", "skip_layers": 1},
-    "threshold": {"policy": "snapkv", "budget": {"threshold": 0.01, "max": 0.8}, "decode": "bounded"},
-    "all queries": {"policy": "h2o", "score_window": "all"},
-    "within its budget first": {"policy": "h2o", "budget": 240, "interval": 30},
-    "kept queries": {"policy": "morphkv", "refresh": {"every": 24}, "context_tokens": 120},
-    "predicted": {"policy": "kvzap", "window_size": 32, "decode": "bounded"},
-    "in the cache's order": {"policy": "streaming_llm", "positions": "cache"},
-    "in the cache's order, scored": {"policy": "h2o", "positions": "cache"},
-}
-"""Fields of requests that differ in what their tokens leave behind."""
-
-
-def policies() -> dict[str, dict[str, Any]]:
-    """Fields of requests by name: each policy, with one of ``VARIANTS`` if it goes with it."""
-    found = {}
-    for index, policy in enumerate(sorted(PRESETS)):
-        fields = SMALL.get(policy, {}) | {"policy": policy}
-        found[policy] = fields | VARIANTS[index % len(VARIANTS)]
-        try:
-            compression(**{"budget": BUDGET} | found[policy])
-        except ValueError:
-            found[policy] = fields
-    return found
-
-
-CASES = policies() | NAMED
+"""Fields of requests that differ in what their tokens leave behind, beside those of ``jobs``."""
 
 
 def params(fields: dict[str, Any] | None = None, **others: Any) -> SamplingParams:
@@ -141,10 +100,6 @@ def params(fields: dict[str, Any] | None = None, **others: Any) -> SamplingParam
         extra |= compression(**{"budget": BUDGET, "interval": INTERVAL} | fields)
     sampling = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True} | others
     return SamplingParams(extra_args=extra or None, **sampling)
-
-
-def prompts(name: str) -> list[list[int]]:
-    return [repetitive(seed + len(name), 200 + 10 * seed) for seed in range(2)]
 
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"logprobs": 2, "repetition_penalty": 1.1}]
@@ -165,36 +120,12 @@ def plain_answers(llm: Any) -> list[Any]:
     return answers
 
 
-def answers(engine_or_llm: Any, fields: dict[str, Any], texts: list[list[int]]) -> list[Any]:
-    """Tokens, and what the cache held, of requests with a policy."""
-    outputs = engine_or_llm.generate([{"prompt_token_ids": one} for one in texts], params(fields), use_tqdm=False)
-    held = ("compressions", "peak_entries", "refreshes")
-    reports = [output.kv_transfer_params[REPORT_KEY] for output in outputs]
-    return [
-        [list(output.outputs[0].token_ids), {key: report.get(key) for key in held}]
-        for output, report in zip(outputs, reports, strict=True)
-    ]
-
-
-def answer() -> None:
-    """The program of another process: with stock vLLM and the same drafts, or with compression and without drafts."""
+def answer_on_stock_vllm() -> None:
+    """The program of a process into which no plugin is loaded."""
     from vllm import LLM
 
-    if json.load(sys.stdin) == "stock":
-        found: Any = plain_answers(LLM(**arguments(**DRAFTING)))
-    else:
-        llm = LLM(**kvmerge_engine_args(**ours()))
-        found = {name: answers(llm, fields, prompts(name)) for name, fields in CASES.items()}
-    print("FOUND", json.dumps(found))
-
-
-def elsewhere(which: str) -> Any:
-    return in_a_process(["-c", PROGRAM], which, is_stock=which == "stock", **THREADS)
-
-
-@pytest.fixture(scope="module")
-def without_drafts() -> Any:
-    return elsewhere("ours")
+    json.load(sys.stdin)
+    print("FOUND", json.dumps(plain_answers(LLM(**arguments()))))
 
 
 def numbers(outputs: list[Any]) -> tuple[int, int]:
@@ -206,23 +137,35 @@ def numbers(outputs: list[Any]) -> tuple[int, int]:
 def test_plain_requests_equal_stock_vllm_with_the_same_drafts(engine):
     """Draft for draft, so that nothing is slower."""
     assert engine.llm.reset_prefix_cache()
-    found, expected = plain_answers(engine.llm), elsewhere("stock")
-    assert found == expected
+    found = plain_answers(engine.llm)
+    assert found == in_a_process(["-c", PROGRAM], None, is_stock=True, **THREADS)
     drafted, accepted = (sum(sum(drafts[i]) for _, drafts in found) for i in range(2))
     assert 0 < accepted < drafted
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_policies_give_the_tokens_that_they_give_without_drafts(engine, without_drafts, name):
-    """And compress as often, and hold as much, but for what the last drafts of all would have added."""
-    assert engine.llm.reset_prefix_cache()
-    for (tokens, held), (expected, expected_held) in zip(
-        answers(engine.llm, CASES[name], prompts(name)), without_drafts[name], strict=True
-    ):
-        assert tokens == expected
-        missing = expected_held.pop("peak_entries") - held.pop("peak_entries")
-        assert held == expected_held and 0 <= missing <= NUM_DRAFTS
+def test_requests_of_every_kind(engine, monkeypatch):
+    """Beside each other, alone, preempted and without drafts; they hold as much but for what the last drafts would have
+    added."""
+    told = [
+        *repeating(jobs(engine)),
+        *((repetitive(seed, 150 + 13 * seed), params(one)) for seed, one in enumerate(MORE)),
+    ]
+    tokens, reports = check_company_and_preemption(engine, told), []
+    texts, asked = [text for text, _ in told], [one for _, one in told]
+    for one in asked:
+        one.extra_args = (one.extra_args or {}) | {USAGE_KEY: True}
+    for _ in range(2):
+        assert engine.llm.reset_prefix_cache()
+        outputs = engine.generate(texts, asked)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == tokens
+        reports.append([output.kv_transfer_params[REPORT_KEY] for output in outputs])
+        monkeypatch.setattr(engine.scheduler, "_draft_end", lambda request: 0)
+    assert numbers(outputs) == (0, 0)
+    for found, expected in zip(*reports, strict=True):
+        assert found["compressions"] == expected["compressions"]
+        assert found.get("refreshes") == expected.get("refreshes")
+        assert 0 <= expected["peak_entries"] - found["peak_entries"] <= NUM_DRAFTS
     engine.assert_empty()
 
 
@@ -295,38 +238,6 @@ def assert_same(found: dict[int, Any], expected: dict[int, Any]) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def watch_schedule(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None, int, bool]]:
-    """Of each step of a request that is compressed: tokens that it comes to, count at which the request is due, drafts,
-    and whether it is compressed in this step."""
-    schedule, seen = engine.scheduler.schedule, []
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        due = {one.request_id: engine.scheduler._next_compression(one) for one in engine.scheduler.running}
-        output = schedule(*args, **kwargs)
-        planned = {plan.request_id for plan in attached_step(output).plans}
-        for request_id in output.num_scheduled_tokens.keys() & due.keys() & engine.scheduler._compressions.keys():
-            computed = engine.scheduler.requests[request_id].num_computed_tokens
-            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            seen.append((computed, due[request_id], drafts, request_id in planned))
-        return output
-
-    monkeypatch.setattr(engine.scheduler, "schedule", watched)
-    return seen
-
-
-def test_drafts_end_before_a_compression(engine, monkeypatch):
-    seen = watch_schedule(engine, monkeypatch)
-    for policy in ("h2o", "streaming_llm", "morphkv"):
-        engine.generate([repetitive(seed, 150 + 7 * seed) for seed in range(4)], params({"policy": policy}))
-    drafted = [(computed, due, drafts) for computed, due, drafts, _ in seen if drafts]
-    assert all(computed < due for computed, due, _ in drafted if due is not None)
-    assert not any(drafts for _, _, drafts, is_planned in seen if is_planned)
-    assert all(computed == due for computed, due, _, is_planned in seen if is_planned)
-    cut = [drafts for computed, due, drafts in drafted if computed == due - 1]
-    assert min(cut) < NUM_DRAFTS == max(drafts for _, _, drafts in drafted)
-    engine.assert_empty()
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -345,30 +256,14 @@ def test_requests_without_drafts(engine, fields):
     engine.assert_empty()
 
 
-def test_beside_each_other_alone_and_preempted(engine):
-    told = [(repetitive(seed, 150 + 13 * seed), params(fields)) for seed, fields in enumerate(CASES.values())]
-    told += [(repetitive(seed, 100 + 31 * seed), params()) for seed in range(3)]
-    check_company_and_preemption(engine, told)
-
-
 def test_two_workers_equal_one(engine, tmp_path):
     """Each finds the same drafts, and verifies the same tokens."""
-    asked = [
-        params(CASES[name], max_tokens=NUM_TOKENS) for name in ("h2o", "keepkv", "morphkv", "within its budget first")
-    ]
+    fields = [{"policy": "h2o"}, {"policy": "keepkv"}, {"policy": "morphkv"}, WITHIN_ITS_BUDGET_FIRST]
+    asked = [params(one, max_tokens=NUM_TOKENS) for one in fields]
     texts = [repetitive(seed, 210) for seed in range(len(asked))]
-    jobs = [(text, one.extra_args) for text, one in zip(texts, asked, strict=True)]
-    together, _ = generate(tmp_path, arguments(**DRAFTING), jobs)
+    told = [(text, one.extra_args) for text, one in zip(texts, asked, strict=True)]
+    together, _ = generate(tmp_path, arguments(), told)
     assert together == engine.tokens(texts, asked)
-
-
-def test_several_answers_to_one_prompt(engine):
-    prompt = repetitive(3, 230)
-    asked = {"policy": "keepkv"}
-    (alone,) = engine.tokens([prompt], params(asked))
-    (output,) = engine.generate([prompt], params(asked, n=3, temperature=0.01, seed=1))  # all but greedy
-    assert [list(one.token_ids) for one in output.outputs] == [alone] * 3
-    engine.assert_empty()
 
 
 def test_turns_are_found_after_drafts(engine):
@@ -403,9 +298,9 @@ def test_sampling(engine):
     for fields in (None, {"policy": "keepkv"}):
         prompt = repetitive(3, 230)
         (greedy,) = engine.tokens([prompt], params(fields))
-        for more in ({}, {"top_k": 5}, {"top_p": 0.9, "seed": 1}):
+        for more in ({}, {"top_k": 5}, {"top_p": 0.9, "seed": 1}, *([{"n": 3, "seed": 1}] if fields else [])):
             (output,) = engine.generate([prompt], params(fields, temperature=0.01, **more))  # all but greedy
-            assert list(output.outputs[0].token_ids) == greedy and numbers([output])[1] > 0
+            assert {tuple(one.token_ids) for one in output.outputs} == {tuple(greedy)} and numbers([output])[1] > 0
         asked = params(fields, temperature=1.5, seed=3, top_k=50)
         first, again = (engine.tokens([prompt], asked)[0] for _ in range(2))
         assert first == again != greedy

@@ -1,6 +1,5 @@
-"""Requests of every kind at once, a hundred or more: no crash, no leak, no cross-talk."""
+"""Requests of every kind at once, a hundred: no crash, no leak, no cross-talk."""
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,11 +69,9 @@ def uneven(rng: np.random.Generator, policy: str, budget: int | float, fields: d
     fields = SMALL.get(policy, {}) | fields
     threshold = {"threshold": float(10 ** rng.uniform(-3.5, -1.5)), "max": budget}
     chunks = {"prefill": {"chunk": int(rng.integers(8, 300))}}
-    kind = rng.integers(7)
-    changes = {"budget": threshold}, {"allocator": "adaptive"}, {"allocator": "pyramid"}, chunks
-    for change in changes[kind : kind + 1]:
-        with suppress(CompressionError):
-            return compression(policy, **{"budget": budget, **fields, **change})
+    changes = [{"budget": threshold}, {"allocator": "adaptive"}, {"allocator": "pyramid"}, chunks, {}, {}, {}]
+    with suppress(CompressionError):
+        return compression(policy, **{"budget": budget, **fields, **changes[rng.integers(7)]})
     return compression(policy, budget=budget, **fields)
 
 
@@ -140,30 +137,14 @@ def _sampled(seed: int, position: int, scores: dict[int, float]) -> int:
     return int(torch.ops._C.fused_gumbel_argmax(logits, drawn))
 
 
-def assert_every_kind(jobs: list[Job]) -> None:
-    """Every policy and none; aborted, with a context, and with a prompt that begins as another's does."""
-    fields = [(job.params.extra_args or {}).get("kv_compression") for job in jobs]
-    asked = [json.loads(field) for field in fields if field is not None]
-    assert {field["policy"] for field in asked} == set(POLICIES) and None in fields
-    assert any("context_tokens" in field for field in asked)
-    assert {"adaptive", "pyramid"} <= {field.get("allocator") for field in asked}
-    assert any(isinstance(field["budget"], dict) for field in asked) and any("prefill" in field for field in asked)
-    assert any(job.abort_after is not None for job in jobs)
-    assert len({tuple(job.prompt[:64]) for job in jobs}) < len(jobs)
-
-
-@pytest.mark.parametrize(
-    "num_requests", [NUM_REQUESTS, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
-)
-def test_requests_of_every_kind(engine, num_requests):
+def test_requests_of_every_kind(engine):
     rng = np.random.default_rng(20)
-    jobs = draw_jobs(rng, num_requests)
-    assert_every_kind(jobs)
+    jobs = draw_jobs(rng)
     with engine.with_blocks(130):
         together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()
     assert num_preemptions > 0, "the pool is too large to test preemption"
-    assert_answers_alone(engine, jobs, together, rng, num_requests * NUM_ALONE // NUM_REQUESTS)
+    assert_answers_alone(engine, jobs, together, rng, NUM_ALONE)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Requests that share contexts, and keep some, at random: each answers as it would alone, and nothing leaks."""
 
 import json
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -21,13 +20,7 @@ POLICIES: tuple[tuple[str, dict], ...] = (
 )  # fmt: skip
 
 
-@dataclass
-class Setting:
-    contexts: list[list[int]]
-    jobs: list[Job]
-
-
-def draw(rng: np.random.Generator, num_requests: int) -> Setting:
+def draw(rng: np.random.Generator, num_requests: int) -> tuple[list[list[int]], list[Job]]:
     """Requests over 20 contexts and 5 policies; a few have none, some are aborted, and some keep their context."""
     contexts = [random_prompt(rng, int(rng.integers(200, 900))) for _ in range(20)]
     jobs = []
@@ -47,22 +40,18 @@ def draw(rng: np.random.Generator, num_requests: int) -> Setting:
         num_tokens = int(rng.integers(2, 40))
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2, extra_args=extra)
         jobs.append(Job(prompt, params, int(rng.integers(1, num_tokens)) if rng.random() < 0.15 else None))
-    return Setting(contexts, jobs)
+    return contexts, jobs
 
 
-@pytest.mark.parametrize(
-    "num_requests", [NUM_REQUESTS, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
-)
-def test_requests_that_share_contexts(engine, num_requests, monkeypatch):
-    check_sharing(engine, num_requests, monkeypatch)
+def test_requests_that_share_contexts(engine, monkeypatch):
+    check_sharing(engine, NUM_REQUESTS, monkeypatch)
 
 
 def check_sharing(engine, num_requests: int, monkeypatch, num_blocks: int = 130, num_kept: int = 40) -> None:
     """num_blocks: that are free. num_kept: that contexts may hold."""
     rng = np.random.default_rng(21)
-    setting = draw(rng, num_requests)
-    jobs = setting.jobs
-    plain = setting.contexts[:3]
+    contexts, jobs = draw(rng, num_requests)
+    plain = contexts[:3]
     some = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     assert engine.llm.reset_prefix_cache()
     cold = engine.tokens(plain, some)

@@ -4,6 +4,8 @@ import importlib
 import json
 import tomllib
 from dataclasses import replace
+from functools import partial
+from operator import ge
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +45,11 @@ LLAMA_4 = LLAMA | {
 }
 
 
+ONE_ONLY = "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"
+RAY_OPTIONS = "distributed_executor_backend", "data_parallel_backend"
+BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 128, "n_head": 4, "n_layer": 2}
+
+
 @pytest.fixture(autouse=True)
 def classes_of_models_are_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads those that it has not met on this machine in a process of its own, lest CUDA be initialised."""
@@ -65,18 +72,36 @@ def refusal(config: Any) -> str:
     return message
 
 
+GEMMA_2 = LLAMA | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 32,
+    "sliding_window": None,
+}
+GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32}
+OF_SHAPES = {"num_layers": 2, "has_windows": False, "caps_logits": False, "has_sinks": False, "has_latents": False}
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "shape"),
     [
-        LLAMA,
-        QWEN | {"use_sliding_window": False},
-        LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
-        GEMMA,
-        LLAMA_4,
+        (LLAMA, {}),
+        (QWEN | {"use_sliding_window": False}, {}),
+        (LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}, {}),
+        (GEMMA | {"num_hidden_layers": 3, "layer_types": LAYERS}, {"num_layers": 1, "has_windows": True}),
+        (LLAMA_4, {"num_layers": 1, "has_windows": True}),
+        (GEMMA_2 | {"attn_logit_softcapping": 50.0, "sliding_window": None}, {"caps_logits": True}),
+        (GEMMA_2 | {"attn_logit_softcapping": None, "sliding_window": None}, {}),
+        (GPT_OSS, {"num_layers": 1, "has_windows": True, "has_sinks": True}),
     ],
 )
-def test_decoders_pass(tmp_path: Path, model: dict[str, Any]) -> None:
-    check_config(vllm_config(tmp_path, model, **kvmerge_engine_args({"policy": "streaming_llm"})))
+def test_decoders_pass(tmp_path: Path, model: dict[str, Any], shape: dict[str, Any]) -> None:
+    """What is compressed is the layers of full attention."""
+    config = vllm_config(tmp_path, model, **kvmerge_engine_args({"policy": "streaming_llm"}))
+    check_config(config)
+    limits = request_limits(config)
+    assert {name: getattr(limits.shape, name) for name in OF_SHAPES} == OF_SHAPES | shape and limits.shares_contexts
 
 
 def test_the_type_of_a_model(tmp_path: Path) -> None:
@@ -108,49 +133,42 @@ def test_models_whose_keys_cannot_be_turned_back(tmp_path: Path, change: dict[st
 
 
 @pytest.mark.parametrize(
-    ("model", "obstacle"),
+    ("model", "parameters", "obstacle"),
     [
-        (LLAMA, None),
-        (GEMMA, None),
-        (
-            GEMMA | {"rope_parameters": {"sliding_attention": {"rope_type": "longrope"}}},
-            "has sliding-window layers with",
-        ),
-        (LLAMA_4, "does not declare a RoPE of its sliding-window layers"),
+        (LLAMA, None, None),
+        (GEMMA, None, None),
+        (GEMMA, {"sliding_attention": {"rope_type": "longrope"}}, "has sliding-window layers with"),
+        (LLAMA_4, None, "does not declare a RoPE of its sliding-window layers"),
     ],
 )
-def test_models_whose_windows_cannot_be_turned(tmp_path: Path, model: dict[str, Any], obstacle: str | None) -> None:
-    config = vllm_config(tmp_path, GEMMA if "rope_parameters" in model else model, **kvmerge_engine_args())
-    config.model_config.hf_text_config.update({key: model[key] for key in ("rope_parameters",) if key in model})
+def test_models_whose_windows_cannot_be_turned(tmp_path: Path, model, parameters, obstacle: str | None) -> None:
+    config = vllm_config(tmp_path, model, **kvmerge_engine_args())
+    if parameters is not None:
+        config.model_config.hf_text_config.update({"rope_parameters": parameters})
     found = request_limits(config).shape.window_rotation_obstacle
     assert found is None if obstacle is None else str(found).startswith(obstacle)
 
 
-def test_layers_of_full_attention_are_what_is_compressed(tmp_path: Path) -> None:
-    layers = ["sliding_attention", "sliding_attention", "full_attention"]
-    config = vllm_config(tmp_path, GEMMA | {"num_hidden_layers": 3, "layer_types": layers}, **kvmerge_engine_args())
-    limits = request_limits(config)
-    assert limits.shape.num_layers == 1 and limits.shape.has_windows and limits.shares_contexts
-    limits = request_limits(vllm_config(tmp_path, LLAMA, **kvmerge_engine_args()))
-    assert limits.shape.num_layers == 2 and not limits.shape.has_windows and limits.shares_contexts
-
-
-@pytest.mark.parametrize(
-    "types",
-    [{"layers_block_type": ["mamba", "attention", "mamba"]}, {"layer_types": ["full_attention", "mamba", "conv"]}],
-)
-def test_layers_with_a_state_are_not_counted(types: dict[str, list[str]]) -> None:
-    model = plain_config().model_config
-    model.is_hybrid, model.hf_text_config = True, SimpleNamespace(**types)
-    assert support.num_full_layers(model, None) == 1  # type: ignore[arg-type]
-
-
-def test_hits_within_a_block_of_states_are_refused() -> None:
+def test_layers_with_a_state() -> None:
+    """They are not counted; hits within their blocks and drafts are refused."""
     config = plain_config()
     config.model_config.is_hybrid, config.cache_config.prefix_match_unit = True, None
+    for types in (
+        {"layers_block_type": ["mamba", "attention", "mamba"]},
+        {"layer_types": ["full_attention", "mamba", "conv"]},
+    ):
+        config.model_config.hf_text_config = SimpleNamespace(**types)
+        assert support.num_full_layers(config.model_config, None) == 1
     check_config(config)
     config.cache_config.prefix_match_unit = 32
     assert "prefix_match_unit=32" in refusal(config)
+    config.cache_config.prefix_match_unit = None
+    config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+    config.speculative_config = SimpleNamespace(method="ngram")
+    said = "speculative_config=ngram is not supported: vLLM on CPU verifies drafts wrongly"
+    assert said in refusal(config) and "Mamba or linear-attention layers" in refusal(config)
+    config.model_config.is_hybrid = False
+    check_config(config)
 
 
 def test_layers_with_a_state_on_a_gpu(tmp_path: Path) -> None:
@@ -161,9 +179,7 @@ def test_layers_with_a_state_on_a_gpu(tmp_path: Path) -> None:
     assert "kv_cache_dtype=fp8_e5m2 is not supported: not tried on CUDA beside Mamba" in refusal(config)
 
 
-def test_windows_need_caches_of_their_own(tmp_path: Path) -> None:
-    config = vllm_config(tmp_path, GEMMA, **kvmerge_engine_args(), disable_hybrid_kv_cache_manager=True)
-    assert refusal(config).startswith("disable_hybrid_kv_cache_manager=True is not supported")
+def test_windows_on_a_gpu(tmp_path: Path) -> None:
     for model in (GEMMA, LLAMA | {"num_kv_shared_layers": 1}, LLAMA_4):
         check_config(cuda_config(tmp_path, model))
 
@@ -175,19 +191,6 @@ def test_layers_that_share_a_cache(tmp_path: Path) -> None:
     assert request_limits(config).shape.num_layers == 1
     config.cache_config.kv_sharing_fast_prefill = True
     assert refusal(config).startswith("kv_sharing_fast_prefill=True is not supported")
-
-
-def test_what_attention_does_with_logits(tmp_path: Path) -> None:
-    gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 32, "sliding_window": None}
-    for name, change, expected in (
-        ("llama", {}, (False, False)),
-        ("gemma", {**gemma, "attn_logit_softcapping": 50.0}, (True, False)),
-        ("uncapped", {**gemma, "attn_logit_softcapping": None}, (False, False)),
-        ("gpt", {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32}, (False, True)),
-    ):
-        (tmp_path / name).mkdir()
-        shape = request_limits(vllm_config(tmp_path / name, LLAMA | change, **kvmerge_engine_args())).shape
-        assert (shape.caps_logits, shape.has_sinks) == expected
 
 
 @pytest.mark.parametrize("rope_type", support.PLAIN_ROPE)
@@ -230,42 +233,39 @@ def test_configurations_whose_keys_cannot_be_turned_back(fields: dict[str, Any],
     assert found is None if obstacle is None else str(found).startswith(obstacle)
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "sliding"),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, "sliding-window"),
-        (LLAMA | {"head_dim": 48}, "head size is 48"),
-        (
-            {
-                "architectures": ["BloomForCausalLM"],
-                "model_type": "bloom",
-                "hidden_size": 128,
-                "n_head": 4,
-                "n_layer": 2,
-                "vocab_size": 512,
-            },
-            "ALiBi",
-        ),
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 128}, "no attention"),
-    ],
-    ids=["mistral", "qwen2", "head-size", "bloom", "mamba"],
-)
-def test_other_models_are_refused(tmp_path: Path, model: dict[str, Any], said: str) -> None:
-    message = refusal(vllm_config(tmp_path, model, block_size=32))
-    assert message.startswith(f"model={tmp_path} is not supported: ") and said in message
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
 
 
 @pytest.mark.parametrize(
-    ("engine_args", "said"),
+    ("model", "engine_args", "said"),
     [
-        ({"kv_cache_dtype": "fp8_inc"}, "allowed: auto, fp8, fp8_e4m3, fp8_e5m2"),
-        ({"kv_cache_dtype": "float16"}, "allowed: auto, or the model's own bfloat16"),
-        ({"block_size": 48}, "block_size=48"),
+        (MISTRAL, {}, "sliding"),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, {}, "sliding-window"),
+        (LLAMA | {"head_dim": 48}, {}, "head size is 48"),
+        (BLOOM, {}, "ALiBi"),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 128}, {}, "no attention"),
+        (DEEPSEEK | {"kv_lora_rank": 256}, {"block_size": 16}, "(MLA) hold 320 numbers; allowed on CPU: 576"),
+        (DEEPSEEK | {"index_topk": 16}, {"block_size": 16}, "sparse attention over latents"),
+        (LLAMA, {"kv_cache_dtype": "fp8_inc"}, "allowed: auto, fp8, fp8_e4m3, fp8_e5m2"),
+        (LLAMA, {"kv_cache_dtype": "float16"}, "allowed: auto, or the model's own bfloat16"),
+        (LLAMA | {"head_dim": 80}, {"kv_cache_dtype": "fp8"}, "head size is 80"),
+        (LLAMA, {"block_size": 48}, "block_size=48"),
+        (GEMMA, {"disable_hybrid_kv_cache_manager": True}, "no cache of their own"),
     ],
 )
-def test_cache_options_are_refused(tmp_path: Path, engine_args: dict[str, Any], said: str) -> None:
-    assert said in refusal(vllm_config(tmp_path, LLAMA, **engine_args))
+def test_what_is_refused(tmp_path: Path, model: dict[str, Any], engine_args: dict[str, Any], said: str) -> None:
+    message = refusal(vllm_config(tmp_path, model, **{"block_size": 32} | engine_args))
+    of = next((name for name in engine_args if name != "block_size" or model is LLAMA), "model")
+    assert message.startswith(f"{of}=") and " is not supported: " in message and said in message
 
 
 @pytest.mark.parametrize(
@@ -279,24 +279,9 @@ def test_dtypes_of_the_cache_that_pass(tmp_path: Path, dtype: str) -> None:
 
 
 def test_quantised_caches_need_what_vllm_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = tmp_path / "odd"
-    odd.mkdir()
-    said = refusal(vllm_config(odd, LLAMA | {"head_dim": 80}, block_size=32, kv_cache_dtype="fp8"))
-    assert "kv_cache_dtype=fp8" in said and "head size is 80" in said
     config = vllm_config(tmp_path, LLAMA, block_size=32, kv_cache_dtype="fp8")
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
     assert "AVX-512" in refusal(config)
-
-
-DEEPSEEK = LLAMA | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "kv_lora_rank": 512,
-    "q_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
-}
 
 
 def test_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,12 +290,6 @@ def test_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = request_limits(config).shape
     assert (shape.has_latents, shape.num_kv_heads, shape.group_size, shape.head_size) == (True, 1, 4, 576)
     assert config.cache_config.block_size == 16 and not request_limits(config).has_prefix_cache
-    for name, change, said in (
-        ("small", {"kv_lora_rank": 256}, "its latents (MLA) hold 320 numbers; allowed on CPU: 576"),
-        ("sparse", {"index_topk": 16}, "sparse attention over latents"),
-    ):
-        (tmp_path / name).mkdir()
-        assert said in refusal(vllm_config(tmp_path / name, DEEPSEEK | change, **kvmerge_engine_args()))
     for option, value in (("parallel_config.tensor_parallel_size", 2), ("cache_config.cache_dtype", "fp8")):
         holder, _, field = option.partition(".")
         monkeypatch.setattr(getattr(config, holder), field, value)
@@ -329,11 +308,8 @@ def test_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"speculative_config": "eagle"}, "speculative_config=eagle is not supported: allowed: on CPU ngram"),
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, "allowed: on CPU ExampleConnector, or one of"),
-        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"parallel_config.decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
-        ({"parallel_config.prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
-        ({"parallel_config.distributed_executor_backend": "ray"}, "distributed_executor_backend=ray"),
-        ({"parallel_config.data_parallel_backend": "ray"}, "data_parallel_backend=ray"),
+        *(({f"parallel_config.{name}": 2}, f"{name}=2") for name in ONE_ONLY),
+        *(({f"parallel_config.{name}": "ray"}, f"{name}=ray") for name in RAY_OPTIONS),
         ({"cache_config.kv_offloading_size": 4.0}, "kv_offloading_size=4.0"),
         ({"model_config.runner_type": "pooling"}, "runner=pooling"),
         ({"model_config.is_encoder_decoder": True}, "an encoder and a decoder"),
@@ -348,29 +324,14 @@ def test_everything_else_that_is_refused(change: dict[str, Any], said: str) -> N
     config = plain_config()
     check_config(config)
     ((path, value),) = change.items()
-    *parents, name = path.split(".")
-    target = config
-    for parent in parents:
-        target = getattr(target, parent)
-    setattr(target, name, value)
+    holder, _, name = path.rpartition(".")
+    setattr(getattr(config, holder, config), name, value)
     assert said in refusal(config)
-
-
-def test_drafts_beside_states_are_refused() -> None:
-    config = plain_config()
-    config.speculative_config = SimpleNamespace(method="ngram")
-    config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
-    config.cache_config.prefix_match_unit = None
-    check_config(config)
-    config.model_config.is_hybrid = True
-    message = refusal(config)
-    assert "speculative_config=ngram is not supported: vLLM on CPU verifies drafts wrongly" in message
-    assert "Mamba or linear-attention layers" in message
 
 
 def plain_config() -> Any:
     """A supported configuration, as plain attributes that a test can change."""
-    ones = dict.fromkeys(support.ONE_ONLY, 1)
+    ones = dict.fromkeys(ONE_ONLY, 1)
     model = SimpleNamespace(
         model="m",
         dtype="torch.bfloat16",
@@ -385,7 +346,7 @@ def plain_config() -> Any:
     return SimpleNamespace(
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=32, kv_offloading_size=None),
-        parallel_config=SimpleNamespace(**ones, **dict.fromkeys(support.RAY_OPTIONS, "mp")),
+        parallel_config=SimpleNamespace(**ones, **dict.fromkeys(RAY_OPTIONS, "mp")),
         device_config=SimpleNamespace(device_type="none"),  # platforms have checks of their own
         speculative_config=None,
         kv_transfer_config=None,
@@ -398,42 +359,34 @@ def several_connectors(*names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("option", "value"),
     [
-        {"speculative_config": {"method": "eagle3", "model": "m"}},
-        {"speculative_config": {"method": "suffix"}},
-        {"speculative_config": {"method": "ngram_gpu"}},
-        {"speculative_config": {"model": "m"}},
-        {"kv_transfer_config": {"kv_connector": "X"}},
-        {"kv_transfer_config": {"kv_connector": "MultiConnector"}},
-        {"kv_transfer_config": several_connectors("ExampleConnector", "OffloadingConnector")},
-        {"decode_context_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"prefill_context_parallel_size": 2},
-        {"distributed_executor_backend": "ray"},
-        {"data_parallel_backend": "ray"},
-        {"data_parallel_multi_port_external_lb": True},
-        {"kv_cache_dtype": "fp8_inc"},
+        ("speculative_config", {"method": "eagle3", "model": "m"}),
+        ("speculative_config", {"method": "suffix"}),
+        ("speculative_config", {"method": "ngram_gpu"}),
+        ("speculative_config", {"model": "m"}),
+        ("kv_transfer_config", {"kv_connector": "X"}),
+        ("kv_transfer_config", {"kv_connector": "MultiConnector"}),
+        ("kv_transfer_config", several_connectors("ExampleConnector", "OffloadingConnector")),
+        *((name, 2) for name in ONE_ONLY),
+        *((name, "ray") for name in RAY_OPTIONS),
+        ("data_parallel_multi_port_external_lb", True),
+        ("kv_cache_dtype", "fp8_inc"),
     ],
 )
-def test_engine_args_refuse_unsupported_overrides(options: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedConfigError, match=f"^{next(iter(options))}=.* is not supported: "):
-        kvmerge_engine_args(**options)
+def test_engine_args_refuse_unsupported_overrides(option: str, value: Any) -> None:
+    with pytest.raises(UnsupportedConfigError, match=f"^{option}=.* is not supported: "):
+        kvmerge_engine_args(**{option: value})
 
 
-def test_supported_options_pass() -> None:
+def test_supported_options_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     check_options({"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 1})
-    check_options({"kv_cache_dtype": "auto", "speculative_config": None})
-    check_options({"speculative_config": {"method": "ngram"}})
-    check_options({"speculative_config": {"model": "[ngram]"}})
-    check_options({"speculative_config": SimpleNamespace(method="ngram")})
+    for drafts in (None, {"method": "ngram"}, {"model": "[ngram]"}, SimpleNamespace(method="ngram")):
+        check_options({"kv_cache_dtype": "auto", "speculative_config": drafts})
     check_options({"kv_transfer_config": several_connectors("ExampleConnector", "ExampleConnector")})
-    check_options({"distributed_executor_backend": "mp", "data_parallel_backend": "mp", "enable_expert_parallel": True})
-
-
-def test_ray_where_vllm_has_workers_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_options(dict.fromkeys(RAY_OPTIONS, "mp") | {"enable_expert_parallel": True})
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(ray_device_key="GPU"))
-    check_options({"distributed_executor_backend": "ray", "data_parallel_backend": "ray"})
+    check_options(dict.fromkeys(RAY_OPTIONS, "ray"))  # vLLM has workers for it
 
 
 def test_engine_args_and_overrides() -> None:
@@ -499,7 +452,7 @@ def cuda_config(folder: Path, model: dict[str, Any], **engine_args: Any) -> Any:
 
 
 def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM's configuration for CUDA must say, and which models do that CPU does not."""
+    """What vLLM's configuration for CUDA must say, and which models run that do not on CPU."""
     check_config(cuda_config(tmp_path, LLAMA | {"head_dim": 48}, block_size=48))
     assert refusal(cuda_config(tmp_path, LLAMA | {"head_dim": 264})).endswith("multiples of 8 from 16 to 256")
     assert "its head size is 12" in refusal(cuda_config(tmp_path, LLAMA | {"head_dim": 12}))
@@ -509,16 +462,14 @@ def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = cuda_config(tmp_path, LLAMA)
     config.parallel_config.enable_dbo = True
     assert refusal(config).startswith("enable_dbo=True is not supported")
-    for dtype, said in (("fp8", "8.9"), ("fp8_e4m3", "8.9"), ("fp8_e5m2", None)):
+    for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         config = cuda_config(tmp_path, LLAMA, kv_cache_dtype=dtype)
-        with monkeypatch.context() as newer:
-            newer.setattr("vllm.platforms.current_platform.has_device_capability", lambda least: least <= 89)
-            check_config(config)
-        monkeypatch.setattr("vllm.platforms.current_platform.has_device_capability", lambda least: least <= 86)
-        if said is None:
-            check_config(config)
-        else:
-            assert f"kv_cache_dtype={dtype}" in (found := refusal(config)) and said in found
+        for capability in (89, 86):
+            monkeypatch.setattr("vllm.platforms.current_platform.has_device_capability", partial(ge, capability))
+            if capability == 89 or dtype == "fp8_e5m2":
+                check_config(config)
+            else:
+                assert f"kv_cache_dtype={dtype}" in (found := refusal(config)) and "8.9" in found
     config = cuda_config(tmp_path, LLAMA)
     config.attention_config.backend = None
     assert refusal(config).startswith("attention_backend=None is not supported: allowed on CUDA: CUSTOM")
@@ -532,23 +483,16 @@ def test_engine_args_check_the_default() -> None:
         kvmerge_engine_args(additional_config=given)
     with pytest.raises(ValueError, match="give one"):
         kvmerge_engine_args({"policy": "full"}, additional_config=given)
-    for field in ("context_tokens", "context_messages"):
-        with pytest.raises(
-            ValueError, match=rf"kv_compression\.{field}: 9 cannot be a default.* allowed: in a request"
-        ):
-            kvmerge_engine_args({"policy": "snapkv", field: 9})
-    with pytest.raises(ValueError, match=r"kv_compression\.protect: cannot be a default.* allowed: in a request"):
-        kvmerge_engine_args({"policy": "snapkv", "protect": {"messages": ["system"]}})
+    for field, value in (("context_tokens", 9), ("context_messages", 9), ("protect", {"messages": ["system"]})):
+        said = rf"kv_compression\.{field}: .*cannot be a default.* allowed: in a request"
+        with pytest.raises(ValueError, match=said):
+            kvmerge_engine_args({"policy": "snapkv", field: value})
 
 
 def test_class_names_resolve() -> None:
     for name in (WORKER_CLS, CUDA_WORKER_CLS, SCHEDULER_CLS, VALIDATOR.replace(":", ".")):
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute)
-
-
-def test_installed_vllm_is_supported() -> None:
-    check_vllm_version()
 
 
 @pytest.mark.engine
@@ -560,17 +504,12 @@ def test_other_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) ->
         check_vllm_version()
 
 
-@pytest.mark.engine
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("version", ["0.32.1.dev4+g123", "0.32.0+cpu", "0.33.0", "0.33.1"])
-def test_builds_of_the_supported_vllm_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_vllm_version", lambda: version)
+def test_supported_vllm_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", "dev")  # of a build without a file of its version
     check_vllm_version()
-
-
-def test_version_of_a_build_without_version_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.version.__version__", "dev")
-    check_vllm_version()
+    for version in ("0.32.1.dev4+g123", "0.32.0+cpu", "0.33.0", "0.33.1"):
+        monkeypatch.setattr(support, "_vllm_version", lambda version=version: version)
+        check_vllm_version()
 
 
 def test_the_table_of_versions() -> None:

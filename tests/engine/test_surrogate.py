@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from tests.engine.conftest import random_prompt, run
-from tests.engine.test_repetition import add, params, scores
+from tests.engine.conftest import random_prompt
+from tests.engine.test_repetition import params, scores
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig, check_surrogate
@@ -39,11 +39,9 @@ def test_scores_of_a_prompt_are_the_surrogates(engine, scores):
     rng = np.random.default_rng(71)
     prompts = [random_prompt(rng, length) for length in (1300, 300)]
     engine.tokens(prompts, params(policy="kvzap", budget=0.5))
-    assert [one.shape[2] for one in scores] == [300, 1300] or [one.shape[2] for one in scores] == [1300, 300]
-    for found in scores:
-        (prompt,) = (one for one in prompts if len(one) == found.shape[2])
-        assert (found - predicted(prompt)).abs().max() < 1e-3
-    assert scores[0].std() > 0.1
+    for prompt in prompts:
+        (found,) = (one for one in scores if one.shape[2] == len(prompt))
+        assert (found - predicted(prompt)).abs().max() < 1e-3 and found.std() > 0.1
     engine.assert_empty()
 
 
@@ -56,9 +54,8 @@ def test_scores_of_generated_tokens_are_the_surrogates(engine, monkeypatch):
 
     def watched(self, seq_layers, batch):
         entries = gather(self, seq_layers, batch)
-        found.append(
-            ([one.layer for one in seq_layers], entries.positions.clone(), entries.scores.clone(), entries.is_live)
-        )
+        layers = [one.layer for one in seq_layers]
+        found.append((layers, entries.positions.clone(), entries.scores.clone(), entries.is_live))
         return entries
 
     monkeypatch.setattr(Compactor, "_gather", watched)
@@ -66,8 +63,7 @@ def test_scores_of_generated_tokens_are_the_surrogates(engine, monkeypatch):
     engine.tokens([prompt], SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, extra_args=extra))
     expected, last = predicted(prompt + continuation), 0
     for layers, positions, observed, is_live in found:
-        by_row = expected[layers].flatten(0, 1)
-        wanted = by_row.gather(1, positions.clamp(min=0))
+        wanted = expected[layers].flatten(0, 1).gather(1, positions.clamp(min=0))
         generated = is_live & (positions >= 400)
         assert (observed - wanted)[is_live & ~generated].abs().max() < 1e-3
         if generated.any():
@@ -77,65 +73,10 @@ def test_scores_of_generated_tokens_are_the_surrogates(engine, monkeypatch):
     engine.assert_empty()
 
 
-REQUESTS = {
-    "all heads": (700, {"budget": 0.3, "window_size": 32}),
-    "threshold": (600, {"budget": {"threshold": 0.01, "max": 0.6}, "window_size": 32}),
-    "uniform": (500, {"budget": 0.3, "window_size": 32, "allocator": "uniform", "interval": 16}),
-    "within its budget": (150, {"budget": 200}),
-    "question": (500, {"budget": 200, "context_tokens": 450}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [200, 34])
-def test_company_preemption_and_the_prefix_cache_change_nothing(engine, num_blocks):
-    rng = np.random.default_rng(73)
-    prompts = {name: random_prompt(rng, length) for name, (length, _) in REQUESTS.items()}
-    alone = {}
-    for name, (_, fields) in REQUESTS.items():
-        assert engine.llm.reset_prefix_cache()
-        (alone[name],) = engine.tokens([prompts[name]], params(80, "kvzap", **fields))
-    preempted: set[str] = set()
-    with engine.with_blocks(num_blocks):
-        for index in range(3):  # they came first, and grow
-            add(engine, f"plain {index}", random_prompt(rng, 40), params(250, policy=None))
-        for name, (_, fields) in REQUESTS.items():
-            add(engine, name, prompts[name], params(80, "kvzap", **fields))
-        requests = list(engine.scheduler.requests.values())
-        found = run(engine, lambda: preempted.update(one.request_id for one in requests if one.num_preemptions))
-    assert {name: found[name] for name in alone} == alone
-    assert bool(preempted) == (num_blocks < 100)
-    engine.assert_empty()
-
-
-def test_a_policy_may_keep_what_a_model_predicts_to_matter(engine):
-    """Half of the demo's facts and more survive at a quarter, when the question is not known."""
-    from tests.measures import score
-    from vllm_kvmerge.demo import recall
-
-    rng = np.random.default_rng(74)
-    prompts = [recall.draw_prompt(rng, 800, 8) for _ in range(10)]
-    tokenizer = engine.llm.get_tokenizer()
-    exact = {}
-    for policy, fields in (("kvzap", {"window_size": 32, "decode": "grow"}), ("snapkv", {})):
-        asked = [
-            params(5, policy, budget=0.25, context_tokens=len(tokenizer.encode(one.context)), **fields)
-            for one in prompts
-        ]
-        for one in asked:
-            one.ignore_eos = False
-        outputs = engine.llm.generate([one.text for one in prompts], asked, use_tqdm=False)
-        exact[policy] = score([output.outputs[0].text for output in outputs], prompts, policy).exact
-    assert exact["kvzap"] >= exact["snapkv"] + 0.3
-    engine.assert_empty()
-
-
-def test_what_is_refused(engine):
-    with pytest.raises(
-        ValueError, match=r"kv_compression\.refresh: tracker 'predicted' scores tokens once; allowed: null"
-    ):
+def test_what_is_refused():
+    said = r"kv_compression\.refresh: tracker 'predicted' scores tokens once; allowed: null"
+    with pytest.raises(ValueError, match=said):
         compression("kvzap", budget=0.5, refresh={"every": 64})
-    assert engine.scheduler._limits.shape.has_surrogate
 
 
 SHAPE = SimpleNamespace(
@@ -165,25 +106,25 @@ def test_an_evaluation_gives_its_engine_the_model(monkeypatch):
     assert seen["additional_config"]["kvmerge"]["kvzap"] == demo.kvzap_path()
 
 
+OTHER = '{"input_dim": 256, "output_dim": 8, "n_modules": 4, "hidden_dim": null}'
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("file", "content", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "config.json: input_dim: Field required"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors cannot be read"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"torn"), "model.safetensors cannot be read"),
-        (
-            lambda folder: (folder / "config.json").write_text(
-                json.dumps({"input_dim": 256, "output_dim": 8, "n_modules": 4, "hidden_dim": None})
-            ),
-            "its output_dim is 8, the model's 2",
-        ),
+        ("config.json", None, "it has no config.json"),
+        ("config.json", "{}", "config.json: input_dim: Field required"),
+        ("config.json", OTHER, "its output_dim is 8, the model's 2"),
+        ("model.safetensors", None, "model.safetensors cannot be read"),
+        ("model.safetensors", "torn", "model.safetensors cannot be read"),
     ],
 )
-def test_a_model_that_cannot_be_used_is_refused(tmp_path, change, message):
+def test_a_model_that_cannot_be_used_is_refused(tmp_path, file, content, message):
     config = SurrogateConfig(input_dim=256, output_dim=2, n_modules=4)
     Surrogate(config, config.modules()).save(tmp_path)
-    change(tmp_path)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_text(content)
     with pytest.raises(UnsupportedConfigError, match=f"kvzap=.*{message}.*; allowed: a KVzap model"):
         check_surrogate(str(tmp_path), SHAPE)
         Surrogate.load(str(tmp_path))

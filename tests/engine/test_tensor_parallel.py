@@ -1,17 +1,12 @@
 """Two tensor-parallel workers, each with half of the heads, give the tokens that one worker gives."""
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 from vllm import SamplingParams
 
-from tests import preloaded
 from tests.demo_model import BYTES_PER_BLOCK
-from tests.engine.conftest import NUM_BLOCKS, engine_arguments, random_prompt
+from tests.engine.conftest import NUM_BLOCKS, engine_arguments, in_a_process, random_prompt
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.policies import PRESETS
@@ -33,7 +28,7 @@ if __name__ == "__main__":
              for _, extra in jobs],
             use_tqdm=False)
         return [(list(o.outputs[0].token_ids), o.kv_transfer_params) for o in outputs]
-    print("ANSWERS", json.dumps([run(jobs), run(jobs[::4])]))
+    print("FOUND", json.dumps([run(jobs), run(jobs[::4])]))
 """
 
 
@@ -42,12 +37,7 @@ def answers(folder: Path, arguments: dict, jobs: list) -> list:
     arguments = kvmerge_engine_args(**arguments, tensor_parallel_size=2)
     script = folder / "generate.py"
     script.write_text(GENERATE)
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = preloaded.run(
-        [sys.executable, str(script)], input=json.dumps([arguments, jobs, NUM_TOKENS]), env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.split("ANSWERS", 1)[1].splitlines()[0])
+    return in_a_process([str(script)], [arguments, jobs, NUM_TOKENS], VLLM_CPU_OMP_THREADS_BIND="0|1")
 
 
 def generate(folder: Path, arguments: dict, jobs: list) -> list:
@@ -65,58 +55,38 @@ def splits_among_heads(extra: dict | None) -> bool:
 def test_two_workers_equal_one(engine, tmp_path):
     """The model has two KV heads."""
     rng = np.random.default_rng(4)
-    jobs: list[tuple[list[int], dict | None]] = [(random_prompt(rng, 500), {USAGE_KEY: True})]
+    told: list[tuple[list[int], dict | None]] = [(random_prompt(rng, 500), {USAGE_KEY: True})]
     for index, policy in enumerate(sorted(PRESETS)):
         length = int(rng.integers(150, 800))
         for context in ({}, {"context_tokens": length - 70})[: 2 if index % 4 == 0 else 1]:
             window = {"window_size": 32} if policy == "kvzap" else {}
-            jobs.append((random_prompt(rng, length), compression(policy, budget=96, interval=8, **window, **context)))
+            told.append((random_prompt(rng, length), compression(policy, budget=96, interval=8, **window, **context)))
     for threshold in (0.02, 0.005):
         budget = {"threshold": threshold, "max": 0.9}
-        jobs.append((random_prompt(rng, 600), compression("snapkv", budget=budget, decode="bounded")))
+        told.append((random_prompt(rng, 600), compression("snapkv", budget=budget, decode="bounded")))
     for policy, fields in (("kvzap", {"window_size": 32}), ("kvzip", {"normalized": True, "chunk_size": 250})):
-        jobs.append((random_prompt(rng, 500), compression(policy, budget=96, allocator="uniform", **fields)))
+        told.append((random_prompt(rng, 500), compression(policy, budget=96, allocator="uniform", **fields)))
     for policy in ("streaming_llm", "morphkv", "keepkv"):
-        jobs.append((random_prompt(rng, 300), compression(policy, budget=96, interval=8, positions="cache")))
+        told.append((random_prompt(rng, 300), compression(policy, budget=96, interval=8, positions="cache")))
     for policy in ("snapkv", "h2o", "keepkv", "morphkv"):
         fields = {"score_window": "all"} if policy == "h2o" else {}
-        jobs.append((random_prompt(rng, 600), compression(policy, budget=96, prefill={"chunk": 100}, **fields)))
+        told.append((random_prompt(rng, 600), compression(policy, budget=96, prefill={"chunk": 100}, **fields)))
     arguments = engine_arguments() | {
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"kvzap": demo.kvzap_path()}},
     }
-    whole, again = answers(tmp_path, arguments, jobs)
-    (first, told), second = zip(*whole, strict=True), [tokens for tokens, _ in again]
+    whole, again = answers(tmp_path, arguments, told)
+    (first, reports), second = zip(*whole, strict=True), [tokens for tokens, _ in again]
     params = [
-        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in jobs
+        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in told
     ]
     assert {len(tokens) for tokens in first} == {NUM_TOKENS}  # none was refused
     assert list(first[::4]) == second  # which hits the prefix cache
-    outputs = engine.generate([prompt for prompt, _ in jobs], params)
+    outputs = engine.generate([prompt for prompt, _ in told], params)
     alone = [list(output.outputs[0].token_ids) for output in outputs]
-    comparable = [index for index, (_, extra) in enumerate(jobs) if not splits_among_heads(extra)]
-    assert len(PRESETS) <= len(comparable) < len(jobs)
+    comparable = [index for index, (_, extra) in enumerate(told) if not splits_among_heads(extra)]
+    assert len(PRESETS) <= len(comparable) < len(told)
     assert [first[index] for index in comparable] == [alone[index] for index in comparable]
     # What each was told counts the heads, and bytes, of both workers.
     assert outputs[0].kv_transfer_params[REPORT_KEY]["peak_bytes"] == -(-(500 + NUM_TOKENS - 1) // 32) * BYTES_PER_BLOCK
-    assert [told[index] for index in comparable] == [outputs[index].kv_transfer_params for index in comparable]
-
-
-@pytest.mark.slow
-def test_two_workers_under_pressure(engine, tmp_path):
-    """They compress the same requests as one worker does, when as many blocks are left."""
-    rng, num_blocks, names = np.random.default_rng(6), 40, ["keepkv", "snapkv", "h2o"]
-    prompts = [random_prompt(rng, 400) for _ in range(6)]
-    jobs = [(prompt, compression(names[i % 3], budget=64, trigger="pressure")) for i, prompt in enumerate(prompts)]
-    # A worker has half of a block.
-    sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": (num_blocks + 1) * BYTES_PER_BLOCK // 2}
-    found, _ = generate(tmp_path, engine_arguments() | sizes, jobs)
-    params = [
-        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args={**extra, USAGE_KEY: True})
-        for _, extra in jobs
-    ]
-    assert engine.llm.reset_prefix_cache()
-    with engine.with_blocks(num_blocks):
-        outputs = engine.generate(prompts, params)
-    assert sum(output.kv_transfer_params[REPORT_KEY]["compressions"] for output in outputs) > 2
-    assert found == [list(output.outputs[0].token_ids) for output in outputs]
+    assert [reports[index] for index in comparable] == [outputs[index].kv_transfer_params for index in comparable]

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.conftest import random_prompt, run
+from tests.engine.test_shared_contexts import fronts
 from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
+
+__all__ = ["fronts"]  # a fixture
 
 FIRST, QUESTION, ANSWER = 300, 24, 20
 POLICIES = {
@@ -16,13 +18,6 @@ POLICIES = {
     "zsmerge": "bounded", "adakv": "bounded", "kvzap": "bounded", "snapkv": "grow", "kvzip": "grow",
     "adakv grow": "grow", "morphkv cache": "bounded", "adakv cache": "bounded",
 }  # fmt: skip
-
-
-@pytest.fixture
-def fronts(engine):
-    assert engine.llm.reset_prefix_cache()
-    with engine.sharing_contexts() as fronts:
-        yield fronts
 
 
 def params(name: str, max_tokens: int = ANSWER, forced: list[int] | None = None, **fields) -> SamplingParams:
@@ -83,22 +78,8 @@ def test_the_longest_turn_that_matches_wins(engine, fronts, name):
     assert ask(engine, edited, params(name))[1] == FIRST + ANSWER - 1
     edited[7] ^= 1
     assert ask(engine, edited, params(name))[1] == 0
-    engine.assert_empty()
-
-
-@pytest.mark.slow
-def test_what_others_do_does_not_matter_without_it(engine, fronts):
-    rng = np.random.default_rng(73)
-    first = random_prompt(rng, FIRST)
-    for name in POLICIES:
-        answer = ask(engine, first, params(name))[0]
-        second = first + answer + random_prompt(rng, QUESTION)[1:]
-        cold = ask(engine, second, params(name, reuse=None))
-        assert cold[1] % 32 == 0
-        assert ask(engine, second, params(name, budget=97))[1] % 32 == 0
-        assert ask(engine, second, params(name))[1] == FIRST + ANSWER - 1
-        assert engine.llm.reset_prefix_cache()
-        assert ask(engine, second, params(name, reuse=None))[::2] == (cold[0], pytest.approx(cold[2], abs=1e-4))
+    for change in ({"reuse": None}, {"budget": 97}):
+        assert ask(engine, others[0], params(name, **change))[1] % 32 == 0
     engine.assert_empty()
 
 
@@ -112,73 +93,14 @@ def test_requests_that_do_not_end_as_they_should_leave_nothing(engine, fronts):
     engine.assert_empty()
 
 
-def test_turns_are_told_apart_by_their_last_tokens(engine, fronts):
-    """Two that differ in the block that is not full alone, of one length."""
-    rng = np.random.default_rng(75)
-    first = random_prompt(rng, FIRST)
-    sampled = params("snapkv", 15)
-    sampled.temperature, sampled.output_kind = 1.0, RequestOutputKind.FINAL_ONLY
-    answers = []
-    for seed in (1, 2):
-        sampled.seed = seed
-        answers.append(ask(engine, first, sampled.clone())[0])
-    assert answers[0] != answers[1]
-    for answer in answers:
-        assert ask(engine, first + answer + first[1:20], params("snapkv"))[1] == FIRST + 14
-    assert sum(front.turn is not None for front in fronts._fronts.values()) == 4
-    engine.assert_empty()
-
-
-def test_a_turn_outlives_the_one_that_it_goes_on_from(engine, fronts):
-    """They share blocks, of which each has a hash of its own."""
-    rng = np.random.default_rng(76)
-    first = random_prompt(rng, FIRST)
-    answer = ask(engine, first, params("snapkv"))[0]
-    second = first + answer + random_prompt(rng, QUESTION)[1:]
-    again = ask(engine, second, params("snapkv"))[0]
-    (old,) = [front for front in fronts._fronts.values() if front.turn and front.num_tokens == FIRST + ANSWER - 1]
-    fronts.lose(old.partial(32))
-    third = second + again + random_prompt(rng, QUESTION)[1:]
-    assert ask(engine, second, params("snapkv"))[1] % 32 == 0
-    assert ask(engine, third, params("snapkv"))[1] == len(second) + ANSWER - 1
-    assert run(engine) == {}
-    engine.assert_empty()
-
-
-def test_a_turn_shorter_than_a_block_is_computed_again(engine, fronts):
-    """vLLM takes a hit without a full block for none."""
-    rng = np.random.default_rng(77)
-    first = random_prompt(rng, 20)
-    some = params("streaming_llm", 4, budget=10, interval=4)
-    answer = ask(engine, first, some)[0]
-    again = ask(engine, first + answer + random_prompt(rng, 5)[1:], params("streaming_llm", 4, budget=10, interval=4))
-    assert again[1] == 0 and len(again[0]) == 4
-    assert [front for front in fronts._fronts.values() if front.turn] == []
-    engine.assert_empty()
-
-
-def test_a_turn_that_does_not_fit_twice_is_computed_again(engine, fronts):
-    """A request that writes to it needs as many blocks again, which an empty pool may not have."""
-    rng = np.random.default_rng(78)
-    some = params("h2o", 4, budget=3800, interval=300)
-    first = random_prompt(rng, 3900)
-    second = first + ask(engine, first, some)[0] + random_prompt(rng, 5)[1:]
-    assert ask(engine, second, some)[1] < len(first)
-    engine.assert_empty()
-
-
 def test_turns_that_are_not_compressed_again_keep_no_queries(engine, fronts):
     rng = np.random.default_rng(79)
     for policy in ("morphkv", "grkv", "expected_attention"):
-        ask(engine, random_prompt(rng, FIRST), grown(policy))
+        asked = compression(policy, budget=96, decode="grow", reuse="turns")
+        engine.generate([random_prompt(rng, FIRST)], SamplingParams(max_tokens=8, ignore_eos=True, extra_args=asked))
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
     assert len(fronts) == 6 and all(kept.queries is None for kept in engine.compression._fronts.values())
     assert sum(front.kept_bytes for front in fronts._fronts.values()) == 0
-
-
-def grown(policy: str) -> SamplingParams:
-    extra = compression(policy, budget=96, decode="grow", reuse="turns")
-    return SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, extra_args=extra)
 
 
 def test_a_turn_that_is_lost_and_left_again_is_not_forgotten(engine, fronts, monkeypatch):

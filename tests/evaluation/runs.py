@@ -4,17 +4,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from transformers import AutoTokenizer
 
 from tests.demo_model import BYTES_PER_BLOCK
 from vllm_kvmerge import demo
-from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.backends import Answer, Request, RequestError
 from vllm_kvmerge.evaluation.config import EvalConfig, read_config
-from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task
+from vllm_kvmerge.evaluation.results import Result
+from vllm_kvmerge.evaluation.tasks.base import Sample
 from vllm_kvmerge.evaluation.tasks.demo import DemoRecall
 
 BASE: dict[str, Any] = {
@@ -24,25 +23,6 @@ BASE: dict[str, Any] = {
     "samples": 4,
     "seed": 3,
 }
-
-
-class Forced(Task):
-    """The loss of the right answer; ``pair`` is an option of a type that YAML does not have."""
-
-    name = "forced"
-    source = "here"
-    metric = "nats per token"
-    higher_is_better = False
-    needs_logprobs = True
-
-    pair: tuple[int, int] = (1, 2)
-
-    def samples(self, count, seed, tokenizer):
-        prompts = [recall.draw_prompt(np.random.default_rng([seed, i]), 128, 2) for i in range(count)]
-        return [Sample(prompt.text, "", [prompt.answer], 0, continuation=f" {prompt.answer}") for prompt in prompts]
-
-    def score(self, sample: Sample, completion: Completion) -> float:
-        return -sum(completion.logprobs) / len(completion.logprobs)
 
 
 class Refused(DemoRecall):
@@ -61,6 +41,17 @@ def write_config(path: Path, **changes: Any) -> Path:
 
 def small_config(folder: Path, **changes: Any) -> EvalConfig:
     return read_config(write_config(folder / "small.yaml", **changes), {})
+
+
+def result(config: EvalConfig, policy: str, budget: float | None, sample: int, score: float, **changes: Any) -> Result:
+    """Of the configuration's first task, or of another ``task``."""
+    label = changes.pop("task", config.tasks[0]).label
+    values = dict.fromkeys(("mean_entries", "mean_bytes", "peak_entries", "peak_bytes")) | changes
+    return Result(
+        cell=" | ".join([label, policy, *([] if budget is None else [str(budget)])]), task=label, policy=policy,
+        budget=budget, sample=sample, seed=3, score=score, prediction="", references=[], prompt_tokens=128,
+        seconds=0.5, **values,
+    )  # fmt: skip
 
 
 class ScriptedBackend:

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.evaluation.runs import small_config
-from tests.evaluation.test_runner import constant, go
+from tests.evaluation.runs import result, small_config
+from tests.evaluation.test_runner import go
 from tests.examples import examples
-from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.comparison import (
     bootstrap_p_value,
     claims_table,
@@ -23,7 +22,7 @@ from vllm_kvmerge.evaluation.comparison import (
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.results import Result
 from vllm_kvmerge.evaluation.runner import Run
-from vllm_kvmerge.evaluation.summary import summarize
+from vllm_kvmerge.evaluation.summary import TaskSummary, summarize
 
 PAIRS = [["keepkv", "h2o"], ["h2o", "full"]]
 
@@ -33,62 +32,32 @@ def config(tmp_path: Path) -> EvalConfig:
     return small_config(tmp_path, policies=["full", "h2o", "keepkv"], compare=PAIRS)
 
 
-def result(
-    config: EvalConfig, policy: str, budget: int | float | None, sample: int, score: float, task: str | None = None
-) -> Result:
-    label = task or config.tasks[0].label
-    cell = " | ".join([label, policy, *([] if budget is None else [str(budget)])])
-    return Result(
-        cell=cell, task=label, policy=policy, budget=budget, sample=sample, seed=3, score=score, prediction="",
-        references=[], prompt_tokens=128, mean_entries=None, mean_bytes=None, peak_entries=None, peak_bytes=None,
-        seconds=0.0,
-    )  # fmt: skip
+def summaries(config: EvalConfig, results: list[Result], count: int) -> list[TaskSummary]:
+    return summarize(config, results, Run({task.label: count for task in config.tasks}, []))
 
 
-def test_differences_are_of_the_same_samples(config: EvalConfig) -> None:
+def test_differences_are_of_the_same_samples(config):
     results = [result(config, "full", None, sample, 1.0) for sample in range(4)]
     results += [result(config, "h2o", 64, sample, score) for sample, score in enumerate([1, 0, 1, 0])]
     # The last sample of keepkv is missing: its pair counts three.
     results += [result(config, "keepkv", 64, sample, score) for sample, score in enumerate([1, 1, 1])]
-    (task,) = summarize(config, results, Run({config.tasks[0].label: 4}, []))
-    table = comparison_table(results, config, task)
+    table = comparison_table(results, config, *summaries(config, results, 4))
     assert table.header == ["pair", "budget 0.25", "budget 64"]
-    assert [row[0] for row in table.rows] == ["keepkv less h2o", "h2o less full"]
-    assert [row[1] for row in table.rows] == ["", ""]
+    assert [row[:2] for row in table.rows] == [["keepkv less h2o", ""], ["h2o less full", ""]]
     assert table.rows[0][2].startswith("+0.333 [+0.000, +1.000] ~")
     assert table.rows[1][2].startswith("-0.500 [-1.000, ")
     assert "higher is better" in table.notes
 
 
-def test_a_difference_that_is_there(config: EvalConfig) -> None:
-    results = [result(config, name, 64, sample, 1.0) for name in ("h2o",) for sample in range(4)]
-    results += [result(config, "keepkv", 64, sample, 0.0) for sample in range(4)]
-    (task,) = summarize(config, results, Run({config.tasks[0].label: 4}, []))
-    assert comparison_table(results, config, task).rows[0][2] == "-1.000 [-1.000, -1.000]"
-
-
-def test_report_has_pairs_and_they_may_change(tmp_path: Path, config: EvalConfig) -> None:
-    assert go(config, tmp_path / "out", constant)[0] == 0
+def test_pairs_may_change(tmp_path, config):
+    assert go(config, tmp_path / "out")[0] == 0
     assert "keepkv less h2o" in (tmp_path / "out" / "summary.md").read_text()
     # What is compared is no part of what answers depend on: the folder still belongs to the configuration.
     other = small_config(tmp_path, policies=["full", "h2o", "keepkv"], compare=[["full", "keepkv"]])
-    assert go(other, tmp_path / "out", constant)[0] == 0
+    assert go(other, tmp_path / "out")[0] == 0
     summary = (tmp_path / "out" / "summary.md").read_text()
     assert "## All pairs, corrected for their number" in summary
     assert "full less keepkv" in summary and "keepkv less h2o" not in summary
-
-
-@pytest.mark.parametrize(
-    ("pairs", "said"),
-    [
-        ([["full", "snapkv"]], "compare: 'snapkv' is no policy of this configuration; allowed: full, keepkv"),
-        ([["full"]], "compare.0: List should have at least 2 items"),
-    ],
-)
-def test_pairs_that_cannot_be_compared(tmp_path: Path, pairs: list, said: str) -> None:
-    with pytest.raises(CommandError) as fault:
-        small_config(tmp_path, compare=pairs)
-    assert said in str(fault.value)
 
 
 def test_holm_against_values_worked_by_hand() -> None:
@@ -109,7 +78,6 @@ def test_p_values_and_intervals_of_known_resamples() -> None:
     assert interval_at(means, 0.03) == (-1.0, 98.0)
     assert bootstrap_p_value(np.zeros(9)) == 1.0
     chosen = resampled_means([0.0, 1.0, 5.0], 4000)
-    assert len(chosen) == 4000 and list(chosen) == sorted(chosen)
     assert chosen.mean() == pytest.approx(2.0, abs=0.1)
     assert (chosen == 0).mean() == pytest.approx(1 / 27, abs=0.01)
 
@@ -128,8 +96,7 @@ def test_a_few_samples_of_one_sign_are_no_finding(config: EvalConfig) -> None:
     for count, least, finding in ((3, "0.25", "level"), (7, "0.016", "worse")):
         results = [result(config, "h2o", 64, sample, 1.0) for sample in range(count)]
         results += [result(config, "keepkv", 64, sample, 0.1 * (sample % 2)) for sample in range(count)]
-        (task,) = summarize(config, results, Run({config.tasks[0].label: count}, []))
-        (row,) = claims_table(results, config, [task]).rows
+        (row,) = claims_table(results, config, summaries(config, results, count)).rows
         assert (row[6], row[-1]) == (least, finding)
 
 
@@ -142,16 +109,13 @@ def test_the_family_is_all_pairs_budgets_and_tasks(tmp_path: Path) -> None:
             for policy, budget in (("full", None), ("h2o", 64), ("keepkv", 64)):
                 # KeepKV is less by 5; H2O differs from full by chance alone.
                 score = rng.normal() - (policy == "keepkv") * 5
-                results.append(result(config, policy, budget, sample, score, task.label))
-    summaries = summarize(config, results, Run({task.label: 40 for task in config.tasks}, []))
-    table = claims_table(results, config, summaries)
-    assert [(row[1], row[3], row[4]) for row in table.rows] == [
-        ("keepkv less h2o", "64", "40"),
-        ("h2o less full", "64", "40"),
-    ] * 2
-    assert [row[-1] for row in table.rows] == ["worse", "level", "better", "level"]
+                results.append(result(config, policy, budget, sample, score, task=task))
+    table = claims_table(results, config, summaries(config, results, 40))
+    assert [(row[1], row[3], row[4], row[-1]) for row in table.rows] == [
+        ("keepkv less h2o", "64", "40", "worse"),
+        ("h2o less full", "64", "40", "level"),
+        ("keepkv less h2o", "64", "40", "better"),
+        ("h2o less full", "64", "40", "level"),
+    ]
     # The smallest p-value that 20,000 resamples give, 2 / 20,001, by 4 claims.
     assert [row[6:8] for row in table.rows[::2]] == [["0.0001", "0.0004"]] * 2
-    assert table.notes.startswith("The 4 differences")
-    # Printed tables have one row per name.
-    assert [row[0] for row in table.rows] == ["1", "2", "3", "4"]

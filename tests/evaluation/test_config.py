@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.evaluation.runs import BASE, Forced, small_config, write_config
+from tests.evaluation.runs import BASE, small_config, write_config
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import read_config
 from vllm_kvmerge.evaluation.runner import cells_of
-from vllm_kvmerge.evaluation.tasks.base import TASKS
 
 
 @pytest.mark.parametrize(
@@ -17,41 +16,25 @@ from vllm_kvmerge.evaluation.tasks.base import TASKS
     [
         ({"policies": ["nope"]}, "policies.0: policy: unknown policy 'nope'; allowed: adakv, "),
         ({"policies": [3]}, "policies.0: must be a policy's name or an object with the field policy, got 3"),
-        ({"policies": []}, "policies: List should have at least 1 item"),
         ({"policies": ["full", "h2o", "full"]}, "policies: full is listed twice"),
         ({"policies": [{"policy": "h2o", "budget": 0.1}]}, "policies.0: budget: is not set here but by budgets"),
         ({"policies": [{"policy": "h2o", "context_tokens": 9}]}, "context_tokens: is not set here but by question_"),
-        (
-            {"policies": [{"policy": "h2o", "context_messages": 1}]},
-            "context_messages: is not set here but by question_",
-        ),
+        ({"policies": [{"policy": "h2o", "context_messages": 1}]}, "context_messages: is not set here but by quest"),
+        ({"compare": [["full", "snapkv"]]}, "compare: 'snapkv' is no policy of this configuration; allowed: full"),
+        ({"compare": [["full"]]}, "compare.0: List should have at least 2 items"),
         ({"policies": [{"policy": "keepkv", "zip_mode": "x"}]}, "zip_mode: Input should be 'scale', 'votes' or 'auto'"),
         ({"budgets": []}, "budgets: keepkv zip_mode=votes needs at least one"),
-        (
-            {"budgets": [1.5]},
-            "budgets.0: must be an integer from 1 to 16777216 (entries per KV head) or a float in (0,",
-        ),
-        ({"budgets": ["a"]}, "budgets.0: Input should be a valid integer or Input should be a valid number, got 'a'"),
+        ({"budgets": [1.5]}, "budgets.0: must be an integer from 1 to 16777216 (entries per KV head) or a float in"),
         ({"budgets": [64, 64]}, "budgets: 64 is listed twice"),
         ({"policies": ["snapkv"], "budgets": [8]}, "policies: snapkv with budget 8: budget: 8 entries are too few"),
         ({"tasks": []}, "tasks: List should have at least 1 item"),
         ({"tasks": ["nope"]}, "tasks.0: task: unknown task 'nope'; allowed: "),
         ({"tasks": [{"length": 64}]}, "tasks.0: must be a task's name or an object with the field task"),
         ({"tasks": [{"task": "demo_recall", "lenght": 64}]}, "tasks.0: lenght: unknown field; allowed: length, facts"),
-        (
-            {"tasks": [{"task": "demo_recall", "facts": 0}]},
-            "tasks.0: facts: Input should be greater than or equal to 1",
-        ),
-        ({"tasks": [{"task": "demo_recall", "samples": 0}]}, "tasks.0.samples: Input should be greater than 0"),
-        ({"samples": "many"}, "samples: Input should be a valid integer, got 'many'"),
-        ({"seed": -1}, "seed: Input should be greater than or equal to 0, got -1"),
+        ({"tasks": [{"task": "demo_recall", "facts": 0}]}, "tasks.0: facts: Input should be greater than or equal"),
         ({"sample": 5}, "sample: unknown field; allowed: model, policies, budgets"),
-        ({"question_agnostic": "yes"}, "question_agnostic: Input should be a valid boolean, got 'yes'"),
         ({"engine": {"max_len": 5}}, "engine.max_len: unknown field; allowed: dtype, max_model_len, "),
-        ({"engine": {"enforce_eager": 3}}, "engine.enforce_eager: Input should be a valid boolean, got 3"),
         ({"endpoint": {"url": "localhost"}}, "endpoint.url: String should match pattern '^https?://', got 'localhost'"),
-        ({"endpoint": {}}, "endpoint.url: Field required"),
-        ({"endpoint": {"url": "http://x", "concurrency": 0}}, "endpoint.concurrency: Input should be greater than 0"),
         ({"endpoint": {"url": "http://x"}, "engine": {"dtype": "float32"}}, "engine: its options are for the engine"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
@@ -74,14 +57,9 @@ def test_files_that_hold_no_configuration(tmp_path: Path, text: str) -> None:
 
 def test_cells_and_labels(tmp_path: Path) -> None:
     config = small_config(tmp_path, tasks=["demo_recall", {"task": "demo_recall", "length": 64, "samples": 2}])
-    first = (
-        "demo_recall | full",
-        "demo_recall | keepkv zip_mode=votes | 0.25",
-        "demo_recall | keepkv zip_mode=votes | 64",
-    )
+    first = ["full", "keepkv zip_mode=votes | 0.25", "keepkv zip_mode=votes | 64"]
     assert [cell.key for cell in cells_of(config)] == [
-        *first,
-        *(key.replace("demo_recall", "demo_recall length=64") for key in first),
+        f"{task} | {cell}" for task in ("demo_recall", "demo_recall length=64") for cell in first
     ]
     assert [config.samples_of(entry) for entry in config.tasks] == [4, 2]
     both = [{"task": "demo_recall"}, {"task": "demo_recall", "question_agnostic": False}]
@@ -98,11 +76,9 @@ def test_command_line_wins(tmp_path: Path) -> None:
     assert read_config(write_config(path, engine={"dtype": "half"}), {"endpoint.url": "http://b"}, ["engine"]).endpoint
 
 
-def test_log_probabilities_need_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "forced", Forced)
-    assert small_config(tmp_path, tasks=[{"task": "forced", "pair": [3, 4]}]).tasks[0].task == Forced(pair=(3, 4))
-    with pytest.raises(CommandError, match="tasks: forced reads log-probabilities of a given continuation"):
-        small_config(tmp_path, tasks=["forced"], endpoint={"url": "http://x"})
+def test_log_probabilities_need_an_engine(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="tasks: demo_text reads log-probabilities of a given continuation"):
+        small_config(tmp_path, tasks=["demo_text"], endpoint={"url": "http://x"})
 
 
 def test_identity_has_every_option_and_survives_yaml(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
 """Types of layers where both occur."""
 
 WINDOWS = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS, "sliding_window": WINDOW}
+SHARED = {"num_hidden_layers": 8, "layer_types": LAYERS * 2, "num_kv_shared_layers": 4, "sliding_window": WINDOW}
+LINEAR = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
-GEMMA4 = {"global_head_dim": 64, "tie_word_embeddings": False}
-GEMMA4 |= {"vocab_size_per_layer_input": 832, "hidden_size_per_layer_input": 16}
+PER_LAYER = {"vocab_size_per_layer_input": 832, "hidden_size_per_layer_input": 16}
+GEMMA4 = {"global_head_dim": 64, "tie_word_embeddings": False} | PER_LAYER
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0, "original_max_position_embeddings": 4096}
@@ -49,11 +51,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next (bfloat16)": (
         "qwen3_next",
         EXPERTS
+        | LINEAR
         | {
             "num_experts": 4,
             "shared_expert_intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
             "head_dim": 256,
             "linear_num_key_heads": 1,
             "linear_num_value_heads": 1,
@@ -64,28 +65,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("gemma3_text", WINDOWS | {"query_pre_attn_scalar": 32, "tie_word_embeddings": False}),
     "Gemma 3n": (
         "gemma3n_text",
-        {
-            "num_hidden_layers": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 4,
-            "num_kv_shared_layers": 4,
-            "sliding_window": WINDOW,
-            "activation_sparsity_pattern": [0.0] * 8,
-            "vocab_size_per_layer_input": 832,
-            "hidden_size_per_layer_input": 16,
-            "laurel_rank": 8,
-            "altup_num_inputs": 2,
-        },
+        SHARED | PER_LAYER | {"activation_sparsity_pattern": [0.0] * 8, "laurel_rank": 8, "altup_num_inputs": 2},
     ),
-    "Gemma 4, shared caches": (
-        "gemma4_text",
-        GEMMA4
-        | {
-            "num_hidden_layers": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 4,
-            "num_kv_shared_layers": 4,
-            "sliding_window": WINDOW,
-        },
-    ),
+    "Gemma 4, shared caches": ("gemma4_text", GEMMA4 | SHARED),
     "Gemma 4, fewer KV heads in full attention": (
         "gemma4_text",
         GEMMA4 | WINDOWS | {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
@@ -137,10 +119,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Kimi Linear": (
         "kimi_linear",
         LATENTS
+        | LINEAR
         | {
             "q_lora_rank": None,
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
             "linear_head_dim": 32,
             "linear_num_heads": 4,
             "num_local_experts": 4,

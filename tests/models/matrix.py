@@ -4,17 +4,14 @@ Each model is made with random weights, run by stock vLLM and then by the plugin
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
+from vllm.version import __version__
 
+from tests.engine.conftest import in_a_process
 from tests.engine.test_plain import STOCK
 from tests.models.architectures import ARGUMENTS, MODELS, write_model
 from tests.models.probe import FEATURES, arguments, prompts
@@ -34,33 +31,23 @@ tests.models.matrix` writes this page; `make test-all` checks its rows.
   refused, over HTTP with status 400; notes say why.
 
 """
-Run = Callable[..., Any]
 
 
-def found_of(name: str, run: Run = subprocess.run) -> dict[str, Any]:
-    """``Found`` of a model, as JSON. run: ``subprocess.run``, or what does the same."""
-    environment, own = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, ARGUMENTS.get(name, {})
+def found_of(name: str) -> dict[str, Any]:
+    """What ``probe`` finds of a model."""
+    own, reason = ARGUMENTS.get(name, {}), ""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), name)
-        job = json.dumps([arguments(folder, own), prompts(), 24])
-        stock = run([sys.executable, "-c", STOCK], input=job, env=environment | {"VLLM_PLUGINS": ""}, **_texts(run))
-        tokens = json.loads(stock.stdout.split("FOUND", 1)[1])[0] if stock.returncode == 0 else None
-        done = run(
-            [sys.executable, "-m", "tests.models.probe", folder],
-            input=json.dumps([own, tokens]),
-            env=environment,
-            **_texts(run),
-        )
-    reason = None if tokens is not None else _last_error(stock.stderr)
-    if done.returncode != 0:
-        if reason is None:
-            raise RuntimeError(f"{name}: {done.stderr[-3000:]}")
-        return {"refused": f"stock vLLM does not run it here: {reason}"}
-    return json.loads(done.stdout.split("FOUND", 1)[1])
-
-
-def _texts(run: Run) -> dict[str, Any]:
-    return {"capture_output": True, "text": True} if run is subprocess.run else {}
+        try:
+            tokens, _ = in_a_process(["-c", STOCK], [arguments(folder, own), prompts(), 24], is_stock=True)
+        except AssertionError as error:
+            tokens, reason = None, _last_error(str(error).split("\nassert ")[0])
+        try:
+            return in_a_process(["-m", "tests.models.probe", folder], [own, tokens])
+        except AssertionError:
+            if not reason:
+                raise
+            return {"refused": f"stock vLLM does not run it here: {reason}"}
 
 
 def _last_error(text: str) -> str:
@@ -92,8 +79,6 @@ def row(name: str, found: dict[str, Any], notes: dict[str, str]) -> str:
 
 def page(found: dict[str, dict[str, Any]]) -> str:
     """The whole page."""
-    from vllm.version import __version__
-
     notes: dict[str, str] = {}
     head = ["model", "plain", "policies", *FEATURES]
     rows = [

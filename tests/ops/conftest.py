@@ -1,8 +1,6 @@
 """Random paged caches and the dense sequences they stand for."""
 
-import heapq
 import importlib.util
-import logging
 import os
 import shlex
 import shutil
@@ -16,16 +14,30 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.engine.cuda.gpu import GPU, SimulatedGPU
+from tests.engine.cuda.gpu import GPU, WAITS, SimulatedGPU
 from tests.entries import write_front
 from tests.ops.on_gpu import OnGPU
-from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, cell_bytes, cpu, reference, write_tokens
-from vllm_kvmerge.ops.pieces import Division
+from vllm_kvmerge.ops import (
+    AttentionBatch,
+    PagedKVCache,
+    ScoreUpdate,
+    SequenceLayers,
+    cell_bytes,
+    cpu,
+    reference,
+    write_tokens,
+)
 from vllm_kvmerge.ops.types import NO_UPDATE, QUANTISED, Softmax, stored
 from vllm_kvmerge.policies.base import DEAD, Entries
 
 NUM_BLOCKS = 256
 """Of a cache."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3} | dict.fromkeys(QUANTISED, 1e-2)
+"""By dtype of the cache; quantised ones have queries in bfloat16."""
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @dataclass
@@ -65,9 +77,7 @@ class CacheMaker:
 
     def views(self, cache: Tensor) -> PagedKVCache:
         """Of one like this maker's."""
-        if self.interleaved:
-            return PagedKVCache.of(cache, self.head_size, **self.scales, interleaved=True)
-        return PagedKVCache.of(cache, self.head_size, **self.scales)
+        return PagedKVCache.of(cache, self.head_size, **self.scales, interleaved=self.interleaved)
 
     def stored(self, rows: Tensor, plane: str) -> Tensor:
         """What the plane holds of float32 rows, in float64."""
@@ -107,28 +117,23 @@ class CacheMaker:
 
 
 class Watch(TorchFunctionMode):
-    """Refuses what waits for a GPU, and tensors made without saying where."""
-
-    WAITS = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu"}
-    MAKES = {"arange", "zeros", "ones", "full", "empty", "tensor"}
-
-    def __init__(self, refused: set[str]) -> None:
-        super().__init__()
-        self.refused = refused
+    """Refuses what waits for a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
-        if name in self.refused & self.MAKES:
-            assert (kwargs or {}).get("device") is not None, f"{name} without a device"
-        else:
-            assert name not in self.refused, f"{name} waits for the GPU"
+        assert name not in WAITS, f"{name} waits for the GPU"
         return function(*args, **(kwargs or {}))
 
 
 def cuda_builder() -> ModuleType:
     """csrc/cuda/build.py."""
-    path = Path(__file__).parents[2] / "csrc" / "cuda" / "build.py"
-    spec = importlib.util.spec_from_file_location("cuda_builder", path)
+    return module_of("build")
+
+
+def module_of(name: str) -> ModuleType:
+    """A file of csrc/cuda."""
+    path = Path(__file__).parents[2] / "csrc" / "cuda" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"cuda_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # which dataclasses look up
@@ -171,13 +176,11 @@ def cuda(emulated_library, monkeypatch):
     from vllm_kvmerge.ops import cuda
 
     of = PagedKVCache.of
-    monkeypatch.setattr(
-        PagedKVCache,
-        "of",
-        lambda cache, head_size, row_major_keys=None, interleaved=False: of(
-            cache, head_size, True if row_major_keys is None else row_major_keys, interleaved=interleaved
-        ),
-    )
+
+    def row_major(cache: Tensor, head_size: int, row_major_keys: bool = True, **more) -> PagedKVCache:
+        return of(cache, head_size, row_major_keys, **more)
+
+    monkeypatch.setattr(PagedKVCache, "of", row_major)
     cuda.use(emulated_library)
     yield cuda
     cuda.use(None)
@@ -193,15 +196,12 @@ def pytest_generate_tests(metafunc):
         return
     if "operators" in metafunc.fixturenames:
         own = getattr(metafunc.module, "OPERATORS", None)
-        if own is not None:
-            metafunc.parametrize("operators", own, indirect=True)
-            return
         levels = cpu.levels() if cpu.LIBRARY.exists() else []
         if not metafunc.config.getoption("all"):
             levels = levels[:1]
         interpreted = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
         on_gpu = ["triton-gpu"] if torch.cuda.is_available() and not interpreted else []
-        metafunc.parametrize("operators", ["plain-torch", *interpreted, *levels, *on_gpu], indirect=True)
+        metafunc.parametrize("operators", own or ["plain-torch", *interpreted, *levels, *on_gpu], indirect=True)
 
 
 @pytest.fixture
@@ -213,47 +213,27 @@ def operators(request):
     the emulation, where a module says so with ``OPERATORS``. Names that end with ``-gpu``: on copies of all tensors on
     a GPU, where there is one; of these cases, tests/conftest.py takes a sample.
     """
-    if request.param.startswith("cuda") and request.node.callspec.params.get("dtype") in QUANTISED:
-        pytest.skip("dispatch takes Triton's operators for quantised caches")
+    params = request.node.callspec.params
+    if request.param.startswith("cuda") and (params.get("dtype") in QUANTISED or params.get("head_size", 0) > 256):
+        pytest.skip("dispatch takes other operators for this cache")
     if request.param == "cuda-gpu":
         yield cuda_on_gpu()
-        return
-    if request.param == "triton-gpu":
+    elif request.param == "triton-gpu":
         yield OnGPU(complete(pytest.importorskip("vllm_kvmerge.ops.triton")), torch.device("cuda"))
-        return
-    if request.param == "reference-gpu":  # without a GPU: tensors that cannot be mixed with the CPU's
+    elif request.param == "reference-gpu":  # without a GPU: tensors that cannot be mixed with the CPU's
         with SimulatedGPU(may_wait=True):
             yield OnGPU(reference, GPU)
-        return
-    if request.param == "cuda":
+    elif request.param == "cuda":
         yield request.getfixturevalue("cuda")
-        return
-    if request.param == "plain-torch":
+    elif request.param == "plain-torch":
         yield reference
-        return
-    if request.param == "triton":
+    elif request.param == "triton":
         yield complete(pytest.importorskip("vllm_kvmerge.ops.triton"))
-        return
-    before = cpu.level()
-    cpu.set_level(request.param)
-    yield cpu
-    cpu.set_level(before)
-
-
-@pytest.fixture
-def warned():
-    """Messages of warnings that are logged."""
-    messages = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger().addHandler(handler)
-    yield messages
-    logging.getLogger().removeHandler(handler)
-
-
-@pytest.fixture
-def make_cache():
-    return CacheMaker
+    else:
+        before = cpu.level()
+        cpu.set_level(request.param)
+        yield cpu
+        cpu.set_level(before)
 
 
 SOFTMAXES = ["plain", "capped", "sinks", "capped-sinks"]
@@ -290,19 +270,27 @@ def batch_of(
     )
 
 
+def row_major_copies(maker: CacheMaker, row_major: bool = True) -> tuple[PagedKVCache, PagedKVCache]:
+    """Two caches with the same entries; the second one's keys lie as on a GPU."""
+    theirs = maker.views(maker.cache.clone())
+    ours = PagedKVCache.of(maker.cache.clone(), maker.head_size, row_major, **maker.scales)
+    ours.keys.copy_(maker.pages.keys)
+    return theirs, ours
+
+
+def statistics(pages: PagedKVCache, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    """Scores and aux of all live entries."""
+    planes = [
+        reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len))[1:3]
+        for s in sequences
+    ]
+    scores, aux = (torch.cat(some, 1) for some in zip(*planes, strict=True))
+    return scores, aux
+
+
 def first_in_window(position, window, chunked):
     """Position of the first token that the one at ``position`` sees."""
     return position - position % window if chunked else max(0, position - window + 1)
-
-
-def longest_chain(plan: Division, found: list[tuple[int, int]], num_heads: int = 8) -> float:
-    """Entries that the busiest of as many programs as run at a time reads, each taking the next piece when it is free,
-    over the entries of each if all had equally many. found: pieces of one KV head, pairs of a tile and its entries."""
-    programs = [0] * (plan.slots * num_heads)
-    for _, size in found:
-        for _ in range(num_heads):
-            heapq.heapreplace(programs, programs[0] + size)
-    return max(programs) / (num_heads * sum(size for _, size in found) / len(programs))
 
 
 def padded(batch: AttentionBatch, max_query_len: int | None) -> AttentionBatch:

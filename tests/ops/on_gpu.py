@@ -29,14 +29,11 @@ class OnGPU:
 
     def _call(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         there: dict[int, tuple[Any, Any]] = {}
-        moved_args = [self._moved(value, there) for value in args]
         moved = {name: self._moved(value, there) for name, value in kwargs.items()}
-        result = operator(*moved_args, **moved)
+        result = operator(*[self._moved(value, there) for value in args], **moved)
         for here, copy in there.values():
-            planes = [(here, copy)]
-            if isinstance(here, PagedKVCache):
-                planes = [(getattr(here, name), getattr(copy, name)) for name in PLANES]
-            for plane, changed in planes:
+            names = PLANES if isinstance(here, PagedKVCache) else ["data"]
+            for plane, changed in ((getattr(here, name), getattr(copy, name)) for name in names):
                 if not _overlaps(plane):
                     plane.copy_(changed)
         return _on_cpu(result)
@@ -44,12 +41,10 @@ class OnGPU:
     def _moved(self, value: Any, there: dict[int, tuple[Any, Any]]) -> Any:
         if id(value) in there:
             return there[id(value)][1]
-        if isinstance(value, PagedKVCache):
-            there[id(value)] = value, self._pages(value)
-            return there[id(value)][1]
-        if isinstance(value, Tensor):
-            there[id(value)] = value, self._tensor(value)
-            return there[id(value)][1]
+        if isinstance(value, PagedKVCache | Tensor):
+            copy = self._pages(value) if isinstance(value, PagedKVCache) else self._tensor(value)
+            there[id(value)] = value, copy
+            return copy
         if isinstance(value, AttentionBatch):
             return value.map(lambda tensor: self._moved(tensor, there), value.max_query_len)
         if isinstance(value, SequenceLayers):

@@ -35,7 +35,7 @@ UPDATES = {
 }
 
 
-def empty_layers(block_size: int, dtype: torch.dtype, num_blocks: int = 24) -> list[PagedKVCache]:
+def empty_layers(block_size: int, dtype: torch.dtype, num_blocks: int) -> list[PagedKVCache]:
     """Caches full of poison."""
     cell = cell_bytes(SIZE, dtype) // dtype.itemsize
     shape = num_blocks, HEADS, block_size, cell
@@ -56,15 +56,17 @@ class Scene:
     fronts: Tensor  # [LAYERS, HEADS]
 
     @classmethod
-    def make(cls, seed: int, block_size: int, dtype: torch.dtype, tail_len: int) -> "Scene":
+    def make(cls, seed: int, block_size: int, dtype: torch.dtype, tail_len: int, num_pages: int = 3) -> "Scene":
+        """num_pages: of a head, at most."""
         generator = torch.Generator().manual_seed(seed)
-        capacity, tail = 2 * block_size + 5, 6 * block_size + 7
+        capacity, tail = (num_pages - 1) * block_size + 5, 2 * num_pages * block_size + 7
         fronts = torch.randint(1, capacity + 1, (LAYERS, HEADS), generator=generator)
         fronts[1, 0] = capacity
         num_tokens = tail + tail_len
-        layers = empty_layers(block_size, dtype), empty_layers(block_size, dtype)
-        blocks = torch.randperm(23, generator=generator)[: -(-num_tokens // block_size)] + 1
-        ids = page_ids(generator, blocks[:3], fronts, block_size)
+        num_blocks = 8 * num_pages
+        layers = empty_layers(block_size, dtype, num_blocks), empty_layers(block_size, dtype, num_blocks)
+        blocks = torch.randperm(num_blocks - 1, generator=generator)[: -(-num_tokens // block_size)] + 1
+        ids = page_ids(generator, blocks[:num_pages], fronts, block_size)
         segments = torch.tensor([[capacity, tail, num_tokens]] * LAYERS)
         order = torch.arange(LAYERS)
         plain = SequenceLayers(layers[0], order, blocks.repeat(LAYERS, 1), segments)
@@ -115,12 +117,9 @@ def page_ids(generator: torch.Generator, blocks: Tensor, counts: Tensor, block_s
     """``[LAYERS, HEADS, pages]``: pages of all layers and heads of the blocks, in any order."""
     lanes = LAYERS * HEADS
     free = (blocks.unsqueeze(1) * lanes + torch.arange(lanes)).flatten()
-    free = free[torch.randperm(len(free), generator=generator)].tolist()
-    ids = torch.zeros(*counts.shape, 3, dtype=torch.int64)
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            for page in range(-(-int(counts[layer, head]) // block_size)):
-                ids[layer, head, page] = free.pop()
+    is_page = torch.arange(len(blocks)) * block_size < counts.unsqueeze(-1)
+    ids = torch.zeros(is_page.shape, dtype=torch.int64)
+    ids[is_page] = free[torch.randperm(len(free), generator=generator)][: int(is_page.sum())]
     return ids
 
 

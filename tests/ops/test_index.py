@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.examples import examples
-from tests.ops.conftest import Watch, complete
+from tests.ops.conftest import complete
 from vllm_kvmerge.ops import cpu, reference
 
 SIZES = [1, 2, 15, 16, 17, 64, 100, 816]
@@ -105,8 +102,7 @@ def test_order_of_positions(operators, n, largest):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
 def test_places_of_a_mask_and_inverses(operators, n, share):
-    generator = torch.Generator().manual_seed(n)
-    mask = torch.rand(4, n, generator=generator) < share
+    mask = torch.rand(4, n, generator=torch.Generator().manual_seed(n)) < share
     mask[2] = False
     rows = [row.nonzero().flatten().tolist() for row in mask]
     most = max(len(row) for row in rows)
@@ -114,13 +110,10 @@ def test_places_of_a_mask_and_inverses(operators, n, share):
         index = operators.padded_nonzero(mask, width)
         size = most if width is None else width
         assert index.shape == (4, size) and index.tolist() == [row + [-1] * (size - len(row)) for row in rows]
-    where = operators.inverse(index, n + 2)
-    for row, places in zip(where.tolist(), rows, strict=True):
-        assert row == [places.index(i) if i in places else -1 for i in range(n + 2)]
-    assert (
-        operators.padded_nonzero(mask[:0]).shape == (0, 0)
-        and operators.inverse(index[:, :0], 5).tolist() == [[-1] * 5] * 4
-    )
+    expected = [[row.index(i) if i in row else -1 for i in range(n + 2)] for row in rows]
+    assert operators.inverse(index, n + 2).tolist() == expected
+    assert operators.padded_nonzero(mask[:0]).shape == (0, 0)
+    assert (operators.inverse(index[:, :0], 5) == -1).all()
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -129,15 +122,13 @@ def test_empty_places_hold_nothing(operators, n):
     positions = torch.randint(-1, 3, (3, n), generator=generator)
     kept = torch.randint(-1, n, (3, n), generator=generator)
     kept[:, ::2] = torch.arange(n)[::2]
-    planes = [torch.randn(3, n, generator=generator) for _ in range(3)]
-    before = [kept.clone(), *(plane.clone() for plane in planes)]
-    found = operators.empty_places(positions, kept, *planes)
-    for h in range(3):
-        for i in range(n):
-            now, was = [plane[h, i].item() for plane in found], [plane[h, i].item() for plane in before]
-            expected = [was[0] if was[0] == i else -1, -torch.inf, 0.0, 0.0] if positions[h, i] == -1 else was
-            assert now == expected
-    assert all(torch.equal(plane, old) for plane, old in zip((kept, *planes), before, strict=True))
+    planes = [kept, *torch.randn(3, 3, n, generator=generator)]
+    before = [plane.clone() for plane in planes]
+    found = operators.empty_places(positions, *planes)
+    is_empty, stays = positions == -1, torch.where(kept == torch.arange(n), kept, -1)
+    for plane, old, blank in zip(found, before, (stays, -torch.inf, 0.0, 0.0), strict=True):
+        assert torch.equal(plane, torch.where(is_empty, blank, old))
+    assert all(map(torch.equal, planes, before))
 
 
 def split_by_hand(shares, total, least, most):
@@ -167,62 +158,28 @@ def test_a_budget_is_split_over_heads(operators, n, kind):
 
 
 @pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
-@examples(60)
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=80), st.integers(0, 80))
-def test_any_ranking(values, count):
-    ranking = torch.tensor([values])
-    assert torch.equal(cpu.largest(ranking, count), largest_by_sorting(ranking, count))
-
-
-@pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 def test_what_does_not_fit_raises():
-    mask = torch.tensor([[True, False, True], [False, True, True]])
-    with pytest.raises(ValueError, match="at most 1"):
-        cpu.in_place(mask, 1)
-    with pytest.raises(ValueError, match="at most 3"):
-        cpu.in_place(mask, 3)
-    with pytest.raises(ValueError, match="4 of 3"):
-        cpu.in_place(mask, 4)
-    with pytest.raises(ValueError, match="more than 1"):
-        cpu.padded_nonzero(mask, 1)
-    with pytest.raises(IndexError, match="not below 2"):
-        cpu.inverse(torch.tensor([[0, 2]]), 2)
-    with pytest.raises(ValueError, match="2 heads of 5 entries, 1 to 3 each, cannot have 7"):
-        cpu.split_budget(torch.zeros(1, 2, 5), 7, 1, 3)
-    with pytest.raises(ValueError, match="is_live must have shape"):
-        cpu.top(torch.zeros(2, 3), mask, mask[:1], 1)
-    with pytest.raises(ValueError, match="does not fit"):
-        cpu.free_places(torch.tensor([[0, 1, 2]]), torch.tensor([[7, 8, 9]]), 2)
-    with pytest.raises(ValueError, match="does not fit"):
-        cpu.free_places(torch.tensor([[0, -1]]), torch.tensor([[7, 8]]), -1)
-    with pytest.raises(ValueError, match="does not fit"):
-        cpu.free_places(torch.tensor([[1, 1]]), torch.tensor([[7, 8]]), 2)
-    for index in ([0, 3], [1, 2, 3]):
-        with pytest.raises(IndexError, match="not among 3"):
-            cpu.take(torch.tensor([index]), [torch.zeros(1, 3), torch.zeros(1, 4)], [0.0, 0.0])
-    nothing = torch.full((1, 3), -1)
-    with pytest.raises(ValueError, match="at most 1 take part"):
-        cpu.hand_over(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, -1, 0]]), nothing < 0, torch.zeros(1, 3), 1)
-    with pytest.raises(ValueError, match="must list all of 3 entries"):
-        cpu.hand_over(torch.tensor([[0, 1, 3]]), nothing, nothing < 0, torch.zeros(1, 3), 3)
-    with pytest.raises(ValueError, match="negative for 1 entries"):
-        cpu.line_up(nothing, nothing, *torch.zeros(2, 1, 3), 1)
-    with pytest.raises(IndexError, match="not among 2"):
-        cpu.list_joined(torch.tensor([[0, 2]]), torch.tensor([[True, False]]), 2)
-    with pytest.raises(IndexError, match="not among 2"):
-        cpu.mix_in(torch.zeros(1, 3, 4), torch.tensor([[0, -1, 2]]), torch.zeros(1, 3), torch.zeros(1, 2, 4))
-    with pytest.raises(ValueError, match="there must be a slot"):
-        cpu.join_slots(torch.zeros(1, 0, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2), torch.zeros(1, 0))
-    with pytest.raises(ValueError, match="joining must have shape"):
-        cpu.join_slots(torch.zeros(1, 3, 8), torch.zeros(1, 2, 7), torch.zeros(1, 2), torch.zeros(1, 3))
-    with pytest.raises(IndexError, match="not among 3"):
-        cpu.overflowing(torch.tensor([[0, 3]]), torch.zeros(1, 3), None, None, torch.float16)
-    with pytest.raises(ValueError, match="values must have shape"):
-        cpu.overflowing(
-            torch.zeros(1, 2).long(), torch.zeros(1, 3), torch.zeros(1, 2, 4), torch.zeros(1, 2, 5), torch.half
-        )
-    with pytest.raises(TypeError, match="integers of 64 bits"):
-        cpu.largest(torch.zeros(2, 3, dtype=torch.int32), 1)
+    mask, nothing = torch.tensor([[True, False, True], [False, True, True]]), torch.full((1, 3), -1)
+    one, three = torch.zeros(1, 1), torch.zeros(1, 3)
+    for message, operator, *arguments in (
+        ("at most 1", cpu.in_place, mask, 1),
+        ("4 of 3", cpu.in_place, mask, 4),
+        ("more than 1", cpu.padded_nonzero, mask, 1),
+        ("not below 2", cpu.inverse, torch.tensor([[0, 2]]), 2),
+        ("2 heads of 5 entries, 1 to 3 each", cpu.split_budget, torch.zeros(1, 2, 5), 7, 1, 3),
+        ("does not fit", cpu.free_places, torch.tensor([[0, 1, 2]]), torch.tensor([[7, 8, 9]]), 2),
+        ("does not fit", cpu.free_places, torch.tensor([[1, 1]]), torch.tensor([[7, 8]]), 2),
+        ("not among 3", cpu.take, torch.tensor([[0, 3]]), [three, torch.zeros(1, 4)], [0.0, 0.0]),
+        ("at most 1 take", cpu.hand_over, torch.arange(3)[None], torch.tensor([[-1, -1, 0]]), nothing < 0, three, 1),
+        ("must list all of 3", cpu.hand_over, torch.tensor([[0, 1, 3]]), nothing, nothing < 0, three, 3),
+        ("negative for 1 entries", cpu.line_up, nothing, nothing, three, three, 1),
+        ("not among 2", cpu.list_joined, torch.tensor([[0, 2]]), mask[:1, :2], 2),
+        ("not among 2", cpu.mix_in, torch.zeros(1, 3, 4), torch.tensor([[0, -1, 2]]), three, torch.zeros(1, 2, 4)),
+        ("there must be a slot", cpu.join_slots, torch.zeros(1, 0, 8), torch.zeros(1, 1, 8), one, one[:, :0]),
+        ("not among 3", cpu.overflowing, torch.tensor([[0, 3]]), three, None, None, torch.half),
+    ):
+        with pytest.raises((ValueError, IndexError, TypeError), match=message):
+            operator(*arguments)
 
 
 def test_a_member_joins_the_first_slot_whose_product_is_no_number(operators):
@@ -271,8 +228,7 @@ def test_what_has_no_place_gets_a_free_one(operators, n):
     for num_places, dead in ((n, is_dead), (n + 5, is_dead), (most, is_dead), (n, is_dead & False)):
         found = operators.free_places(index, positions.masked_fill(dead, -1), num_places)
         for row, gone, places in zip(index.tolist(), dead.tolist(), found.tolist(), strict=True):
-            taken = {i for i, no in zip(row, gone, strict=True) if not no}
-            free = iter(i for i in range(num_places) if i not in taken)
+            free = iter(sorted(set(range(num_places)) - {i for i, no in zip(row, gone, strict=True) if not no}))
             expected = [-1 if no else i if 0 <= i < num_places else next(free) for i, no in zip(row, gone, strict=True)]
             assert places == expected
 
@@ -309,21 +265,6 @@ def test_changes_of_two_updates_are_those_of_both(operators, n):
     taken = operators.take_rows(rows, own, others)
     together = torch.cat([own, others, torch.zeros(3, 1, 24)], 1)
     assert torch.equal(taken, torch.stack([part[index] for part, index in zip(together, rows, strict=True)]))
-
-
-def test_a_gpu_is_not_waited_for():
-    """By what each compaction does; how wide a list of unknown length has to be must be read."""
-    mask = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)).argsort(1) < 20
-    with Watch(Watch.WAITS | {"__setitem__"}):
-        kept = reference.in_place(mask, 20)
-        left = reference.padded_nonzero(~mask, 44)
-        reference.free_places(kept, kept, 20)
-        reference.newest(kept, torch.tensor([20, 19, 18]), 4)
-        _, rows = reference.join_changes(kept, kept, kept[:, :0], left, 64, 20)
-        reference.take_rows(rows, torch.zeros(3, 0, 8), torch.zeros(3, 44, 8))
-    assert torch.equal(kept.sort(1).values, reference.padded_nonzero(mask)) and (left >= 0).all()
-    with pytest.raises(AssertionError, match="waits"), Watch(Watch.WAITS):
-        reference.padded_nonzero(mask)
 
 
 @pytest.mark.parametrize(("members", "slots"), [(0, 3), (1, 1), (5, 3), (16, 100), (17, 9), (50, 33)])
@@ -379,14 +320,12 @@ def test_planes_get_new_elements(operators, n):
     new = [(torch.randn(3, count, generator=generator) * 9).to(plane.dtype) for plane in planes]
     copies = [plane.clone() for plane in planes]
     put = getattr(operators, "put", reference.put)
+    row, place = (index >= 0).nonzero(as_tuple=True)
     for changed, plane, fresh in zip(put(index, planes, new), planes, new, strict=True):
         expected = plane.clone()
-        for row, places in enumerate(index.tolist()):
-            for place, number in enumerate(places):
-                if number >= 0:
-                    expected[row, number] = fresh[row, place]
+        expected[row, index[row, place]] = fresh[row, place]
         assert torch.equal(changed, expected) and changed.dtype == plane.dtype
-    assert all(torch.equal(one, other) for one, other in zip(planes, copies, strict=True))
+    assert all(map(torch.equal, planes, copies))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -479,15 +418,16 @@ def test_what_becomes_and_joins_slots_lines_up(operators, n):
         found = operators.line_up(place, positions, aux, scores, n - kept)
         assert [plane.shape for plane in found] == [(3, n - kept)] * 4
         for head in range(3):
-            rest = [i for i in range(n) if place[head, i] < 0]
-            dead = [i for i in rest if positions[head, i] < 0]
-            live = [i for i in rest if positions[head, i] >= 0]
+            live = [i for i in range(n) if place[head, i] < 0 and positions[head, i] >= 0]
             live.sort(key=lambda i: (aux[head, i].item() < 1, positions[head, i].item(), i))
-            index, newest, weights, sums = (plane[head].tolist() for plane in found)
-            assert index == live + [-1] * len(dead)
-            assert newest == positions[head, live].tolist() + [-1] * len(dead)
-            assert weights == aux[head, live].clamp(min=1.0).tolist() + [0.0] * len(dead)
-            assert sums == scores[head, live].tolist() + [0.0] * len(dead)
+            wanted = (
+                torch.tensor(live).long(),
+                positions[head, live],
+                aux[head, live].clamp(min=1.0),
+                scores[head, live],
+            )
+            for plane, row, blank in zip(found, wanted, (-1, -1, 0.0, 0.0), strict=True):
+                assert plane[head].tolist() == row.tolist() + [blank] * (n - kept - len(live))
 
 
 @pytest.mark.parametrize("num_places", [1, 7, 1100])
@@ -500,7 +440,7 @@ def test_places_that_are_joined(operators, num_places, num_sources):
     joined, row = operators.list_joined(places, joins, num_places)
     assert len(joined) == 3 and joined.shape[1] <= min(num_places, num_sources)
     for head in range(3):
-        expected = sorted(set(places[head, joins[head]].tolist()))
+        expected = places[head, joins[head]].unique().tolist()
         assert joined[head].tolist() == expected + [-1] * (joined.shape[1] - len(expected))
         pairs = zip(places[head].tolist(), joins[head].tolist(), strict=True)
         assert row[head].tolist() == [expected.index(place) if does else -1 for place, does in pairs]
@@ -508,27 +448,20 @@ def test_places_that_are_joined(operators, num_places, num_sources):
 
 @pytest.mark.parametrize(("count", "num_mixed"), [(0, 3), (1, 1), (5, 0), (40, 7), (70, 100)])
 @pytest.mark.parametrize("size", [1, 40])
-def test_rows_are_mixed_in(operators, count, num_mixed, size):
-    """Against sums in float64; what does not join may be NaN."""
+@pytest.mark.parametrize("has_own", [True, False])
+def test_rows_are_mixed_in(operators, count, num_mixed, size, has_own):
+    """Against sums in float64; what does not join may be NaN. Without rows of its own a row is that of the joining."""
     generator = torch.Generator().manual_seed(count)
     joining, own = (torch.randn(3, n, size, generator=generator) for n in (count, num_mixed))
     row = torch.randint(-1, max(num_mixed, 1), (3, count), generator=generator)
-    if num_mixed == 0:
-        row.fill_(-1)
+    row = row.masked_fill(torch.tensor(num_mixed == 0), -1).clamp(max=num_mixed if has_own else count - 1)
     shares = torch.rand(3, count, generator=generator)
     joining[row < 0], shares[row < 0] = torch.nan, torch.nan
-    expected = own.double()
+    before = own.double() if has_own else torch.zeros(3, count, size, dtype=torch.float64)
+    expected = before.clone()
     for head in range(3):
         for i, to in enumerate(row[head].tolist()):
             if to >= 0:
-                expected[head, to] += shares[head, i].double() * (joining[head, i].double() - own[head, to])
-    mixed = operators.mix_in(joining.clone(), row, shares, own.clone())
-    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-5)
-    target = row.clamp(max=count - 1)
-    expected = torch.zeros(3, count, size, dtype=torch.float64)
-    for head in range(3):
-        for i, to in enumerate(target[head].tolist()):
-            if to >= 0:
-                expected[head, to] += shares[head, i].double() * joining[head, i].double()
-    mixed = operators.mix_in(joining.clone(), target, shares, None)
+                expected[head, to] += shares[head, i].double() * (joining[head, i].double() - before[head, to])
+    mixed = operators.mix_in(joining.clone(), row, shares, own.clone() if has_own else None)
     torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-5)

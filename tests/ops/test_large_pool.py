@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.entries import gather_entries
-from tests.ops.conftest import CacheMaker, batch_of
-from tests.ops.test_operators import SUM, TOLERANCE, dense_attention, relative_error
+from tests.ops.conftest import TOLERANCE, CacheMaker, batch_of, relative_error, statistics
+from tests.ops.test_operators import SUM, dense_attention
 from vllm_kvmerge.ops import Rows, SequenceLayers, cell_bytes, cpu, reference
 
 pytestmark = pytest.mark.slow
@@ -51,12 +51,12 @@ def test_blocks_at_both_ends_of_a_large_pool(operators, dtype):
     assert {0, 1} <= {int(block) * 2 // len(maker.pages.keys) for block in blocks}
     query = maker.randn(3, HEADS * GROUPS, HEAD_SIZE).to(dtype)
     output = torch.full_like(query, torch.nan)
-    before = [gather_entries(maker.pages, s.blocks, s.front, s.tail, s.seq_len).scores for s in sequences]
+    before = [statistics(maker.pages, [s])[0] for s in sequences]
     operators.paged_attention(query, maker.pages, batch_of(sequences, [1] * 3, [SUM, None, SUM]), 0.125, output)
     for row, sequence in enumerate(sequences):
         expected, _, (probabilities,) = dense_attention(query[row, None], sequence, 0.125)
         assert relative_error(output[row], expected[0]) < TOLERANCE[dtype]
-        after = gather_entries(maker.pages, sequence.blocks, sequence.front, sequence.tail, sequence.seq_len).scores
+        after, _ = statistics(maker.pages, [sequence])
         scores = before[row] * SUM.decay + probabilities.sum(1) if row != 1 else before[row]
         torch.testing.assert_close(after.double(), scores.double(), atol=1e-4, rtol=1e-4)
 

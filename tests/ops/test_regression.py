@@ -1,5 +1,7 @@
 """Least squares with attention's derivative, on every implementation, against dense algebra in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,10 +14,7 @@ from vllm_kvmerge.ops.regression import OutputDerivative
 def test_weights_of_what_queries_see(operators, groups, window, n):
     """Dead entries hold NaN; one query sees nothing, one just one entry."""
     generator = torch.Generator().manual_seed(n)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+    randn = partial(torch.randn, generator=generator)
     queries, keys, votes = randn(2, groups, window, 24), randn(2, n, 24), randn(2, n)
     positions = torch.randint(0, 40, (2, n), generator=generator)
     positions[:, 0], positions[:, 1::7] = 0, -1
@@ -35,10 +34,7 @@ def test_weights_of_what_queries_see(operators, groups, window, n):
 def test_systems_of_outputs_are_solved(operators, rows, n, size):
     """Heads come to their end each at its own time, one without an iteration; of many entries, and head sizes."""
     generator = torch.Generator().manual_seed(n)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+    randn = partial(torch.randn, generator=generator)
     weights, free = randn(3, rows, n).softmax(-1), torch.rand(3, n, generator=generator) < 0.7
     values, queries, right = randn(3, n, size), randn(3, rows, size), randn(3, rows, size)
     right[1] *= 1e-3

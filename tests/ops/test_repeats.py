@@ -1,10 +1,12 @@
 """The newest repeat of each key, on every implementation, against loops in float64."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.functional import normalize
 
-from vllm_kvmerge.ops import cpu, similarity
+from vllm_kvmerge.ops import cpu
 
 THRESHOLDS = [0.0, 0.3, 0.5, 0.9, 1.0]
 
@@ -115,36 +117,21 @@ def test_heads_and_threads_do_not_change_what_is_found(operators):
     whole = search(operators, keys, 0.5, 400)
     try:
         torch.set_num_threads(3)
-        for part in (slice(0, 4), slice(1, 2), slice(2, 4)):
-            for rows in (400, 130):
-                for one, other in zip(search(operators, keys[part], 0.5, rows), whole, strict=True):
-                    assert torch.equal(one, other[part])
+        for part, rows in itertools.product((slice(0, 4), slice(1, 2), slice(2, 4)), (400, 130)):
+            for one, other in zip(search(operators, keys[part], 0.5, rows), whole, strict=True):
+                assert torch.equal(one, other[part])
     finally:
         torch.set_num_threads(before)
-
-
-def test_the_reference_in_pieces(monkeypatch):
-    keys = drawn("half", 2, 90, 16, 0.5, seed=3)
-    whole = similarity.newest_repeats(keys, 0.5, torch.full((2, 90), -1), 0, 90)
-    for size in (1, 700, 3000):
-        monkeypatch.setattr(similarity, "MAX_SIMILARITY_BYTES", size)
-        found = torch.full((2, 90), -1)
-        torch.testing.assert_close(similarity.newest_repeats(keys, 0.5, found, 0, 90), whole)
-        check(keys, 0.5, found, whole)
 
 
 @pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
 def test_what_would_lie_elsewhere_is_refused():
     keys, found = torch.randn(2, 9, 8), torch.full((2, 9), -1)
-    for start, stop in ((-1, 5), (5, 4), (3, 10)):
-        with pytest.raises((ValueError, RuntimeError)):
-            cpu.newest_repeats(keys, 0.5, found, start, stop)
-    for wrong in (found[:1], found.int(), found.T):
-        with pytest.raises((ValueError, TypeError)):
-            cpu.newest_repeats(keys, 0.5, wrong, 0, 9)
-    for index in (9, -2):
-        with pytest.raises(IndexError, match=f"found holds {index}, "):
-            cpu.newest_repeats(keys, 0.5, torch.full((2, 9), index), 0, 9)
-    for threshold in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match="threshold"):
-            cpu.newest_repeats(keys, threshold, found, 0, 9)
+    good = {"threshold": 0.5, "found": found, "start": 0, "stop": 9}
+    for wrong in (
+        *({"start": start, "stop": stop} for start, stop in ((-1, 5), (5, 4), (3, 10))),
+        *({"found": other} for other in (found[:1], found.int(), found.T, found + 10, found - 1)),
+        *({"threshold": threshold} for threshold in (-0.1, float("nan"))),
+    ):
+        with pytest.raises((ValueError, TypeError, IndexError, RuntimeError)):
+            cpu.newest_repeats(keys, **good | wrong)

@@ -7,13 +7,7 @@ from torch import Tensor
 from tests.entries import gather_entries, write_front
 from tests.ops.conftest import CacheMaker, Sequence, softmax_of
 from tests.policies.sampling import rope
-from vllm_kvmerge.ops import (
-    ROW_PLANES,
-    Changes,
-    PagedKVCache,
-    PlaneName,
-    SequenceLayers,
-)
+from vllm_kvmerge.ops import ROW_PLANES, Changes, PagedKVCache, PlaneName, SequenceLayers
 from vllm_kvmerge.ops.types import QUANTISED
 from vllm_kvmerge.policies.base import DEAD, Entries
 from vllm_kvmerge.policies.rotation import Rotation
@@ -25,13 +19,9 @@ SHAPES = [(0, 0, 77, 0), (37, 200, 231, 5), (32, 64, 96, 0), (50, 50, 91, 3), (1
 
 def make(dtype: torch.dtype, shape: tuple[int, int, int, int], seed: int = 0) -> tuple[CacheMaker, Sequence]:
     maker = CacheMaker(seed, 3, 48, 32, dtype)
-    front, tail, seq_len, num_dead = shape
-    sequence = maker.sequence(front, tail, seq_len, num_dead)
-    slots = [*range(front), *range(tail, seq_len)]
-    for slot in slots:
-        block, offset = int(sequence.blocks[slot // 32]), slot % 32
-        maker.pages.scores[block, :, offset] = maker.randn(3)
-        maker.pages.aux[block, :, offset] = maker.randn(3)
+    sequence = maker.sequence(*shape)
+    for plane in (maker.pages.scores, maker.pages.aux):
+        plane.copy_(maker.randn(*plane.shape))
     return maker, sequence
 
 
@@ -51,8 +41,8 @@ def random_index(maker: CacheMaker, num_entries: int, count: int, num_negative: 
 
 def by_index(tensor: Tensor, index: Tensor) -> Tensor:
     """Rows of ``[H, n, d]`` at ``[H, m]``; zeros where negative."""
-    rows = [[t[i] if i >= 0 else torch.zeros_like(t[0]) for i in row] for t, row in zip(tensor, index, strict=True)]
-    return torch.stack([torch.stack(row) for row in rows])
+    rows = torch.take_along_dim(tensor, index.clamp(min=0).unsqueeze(-1), 1)
+    return rows.masked_fill(index.unsqueeze(-1) < 0, 0.0)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -82,26 +72,6 @@ def test_metadata_and_rows_are_those_of_the_dense_sequence(operators, dtype, sha
         rows = operators.gather_rows(seq_layers(maker, s), plane, index)
         assert rows.dtype == torch.float32 and torch.equal(rows.double(), by_index(dense, index))
         assert operators.gather_rows(seq_layers(maker, s), plane, index[:, :0]).shape == (3, 0, 48)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_most_similar_against_a_loop(operators, dtype, shape):
-    maker, s = make(dtype, shape)
-    n = s.keys.shape[1]
-    index = random_index(maker, n, n)
-    members, carriers = index[:, : n // 4], index[:, n // 4 :]
-    usable = torch.rand(carriers.shape, generator=maker.generator) < 0.7
-    usable[2] = False
-    similarity, best = operators.most_similar(seq_layers(maker, s), members, carriers, usable)
-    for head in range(2):
-        candidates = carriers[head][usable[head]]
-        for j, member in enumerate(members[head]):
-            cosine = torch.cosine_similarity(s.keys[head, candidates], s.keys[head, member], dim=-1)
-            torch.testing.assert_close(similarity[head, j].double(), cosine.max(), rtol=0, atol=1e-6)
-            chosen = (candidates == best[head, j]).nonzero()
-            assert cosine[chosen] >= cosine.max() - 1e-6
-    assert (similarity[2] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -192,15 +162,16 @@ def test_rows_of_places_are_new_or_those_of_entries(operators, dtype, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_sources", [9, 70])
-def test_similarity_to_new_keys(operators, dtype, shape, num_sources):
-    """Against a loop; however many sources there are, which decides how they are compared where nothing is new."""
+@pytest.mark.parametrize(("num_sources", "has_changes"), [(9, True), (70, True), (9, False), (70, False)])
+def test_most_similar_against_a_loop(operators, dtype, shape, num_sources, has_changes):
+    """Also to new keys; however many sources there are, which decides how they are compared where nothing is new. What
+    is no source is similar to none."""
     maker, s = make(dtype, shape)
     n = s.keys.shape[1]
     num_sources = min(num_sources, n // 2)
-    for num_new in (0, n // 3):
-        changes = changes_of(maker, n, n, num_new)
-        keys, index = changed_rows(maker, s, changes, "keys"), random_index(maker, n, n)
+    for num_new in (0, n // 3) if has_changes else (0,):
+        changes = changes_of(maker, n, n, num_new) if has_changes else None
+        keys, index = changed_rows(maker, s, changes, "keys") if changes else s.keys, random_index(maker, n, n)
         sources, targets = index[:, :num_sources].clone(), index[:, num_sources:].clone()
         usable = torch.rand(targets.shape, generator=maker.generator) < 0.7
         usable[2] = False
@@ -215,16 +186,6 @@ def test_similarity_to_new_keys(operators, dtype, shape, num_sources):
                     cosine = torch.cosine_similarity(keys[head, candidates], keys[head, source], dim=-1)
                     torch.testing.assert_close(similarity[head, j].double(), cosine.max(), rtol=0, atol=1e-6)
                     assert cosine[(candidates == best[head, j]).nonzero()] >= cosine.max() - 1e-6
-
-
-@pytest.mark.parametrize("num_sources", [1, 70])
-def test_what_is_no_source_is_similar_to_none(operators, num_sources):
-    maker, s = make(torch.bfloat16, (37, 200, 231, 0))
-    sources = torch.zeros(3, num_sources, dtype=torch.int64)
-    sources[1] = DEAD
-    targets = torch.arange(1, 60).expand(3, -1).contiguous()
-    similarity, _ = operators.most_similar(seq_layers(maker, s), sources, targets, targets >= 0)
-    assert similarity.isfinite().all(1).tolist() == [True, False, True] and not similarity[1].isfinite().any()
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -245,13 +206,9 @@ def test_a_key_that_is_no_number_is_similar_to_none(num_targets, number, operato
 def test_of_equally_similar_carriers_the_first_is_taken(operators):
     maker, s = make(torch.float32, (37, 200, 231, 0))
     rows = maker.randn(3, 1, 48)
-    operators.write_rows(
-        seq_layers(maker, s), s.blocks[None], torch.tensor([[4, 8, 20]]).expand(3, -1), rows.expand(-1, 3, -1), None
-    )
-    members = torch.tensor([[8]]).expand(3, -1)
-    carriers = torch.tensor([[5, 20, 4, 40]]).expand(3, -1)
-    usable = torch.ones(3, 4, dtype=torch.bool)
-    similarity, best = operators.most_similar(seq_layers(maker, s), members, carriers, usable)
+    places, sources, targets = (torch.tensor([some]).expand(3, -1) for some in ([4, 8, 20], [8], [5, 20, 4, 40]))
+    operators.write_rows(seq_layers(maker, s), s.blocks[None], places, rows.expand(-1, 3, -1), None)
+    similarity, best = operators.most_similar(seq_layers(maker, s), sources, targets, targets >= 0)
     assert (best == 20).all() and (similarity <= 1.0).all() and (similarity > 0.999).all()
 
 
@@ -261,43 +218,33 @@ def test_of_equally_similar_carriers_the_first_is_taken(operators):
 def test_moves_are_as_if_everything_had_been_read_first(operators, dtype, shape, where):
     """Destinations among the sequence's own blocks in any order, its hole's, and others; slot by slot."""
     maker, s = make(dtype, shape, seed=DTYPES.index(dtype))
-    before = live(maker, s)
-    n = len(before)
+    n = s.keys.shape[1]
     num_kept = int(torch.randint(1, n + 1, (1,), generator=maker.generator))
-    num_blocks = -(-num_kept // 32)
+    pool = maker.sequence(0, 0, 32 * -(-num_kept // 32)).blocks
     if where == "same":
-        destination = s.blocks.clone()[:num_blocks]
-        destination[destination == 0] = maker.sequence(0, 0, 32 * num_blocks).blocks[destination == 0]
-    else:
-        pool = maker.sequence(0, 0, 32 * num_blocks).blocks
-        if where == "shuffled":
-            pool = torch.cat([s.blocks[s.blocks > 0], pool[:1]])
-            pool = pool[torch.randperm(len(pool), generator=maker.generator)]
-            num_kept = min(num_kept, 32 * len(pool))
-            num_blocks = -(-num_kept // 32)
-        destination = pool[:num_blocks]
+        own = s.blocks[: len(pool)]
+        pool = torch.where(own > 0, own, pool)
+    elif where == "shuffled":
+        pool = torch.cat([s.blocks[s.blocks > 0], pool[:1]])
+        pool = pool[torch.randperm(len(pool), generator=maker.generator)]
+        num_kept = min(num_kept, 32 * len(pool))
+    destination = pool[: -(-num_kept // 32)]
     kept = random_index(maker, n, num_kept, num_negative=min(3, num_kept))
     stays = torch.arange(num_kept) % 3 == 0  # some entries stay in their place
     kept[0] = torch.where(stays, torch.arange(num_kept), kept[0])
-    untouched = maker.cache.clone()
+    old = PagedKVCache.of(maker.cache.clone(), 48)
     operators.move_entries(seq_layers(maker, s), destination[None], kept)
 
-    after, old = maker.pages, PagedKVCache.of(untouched, 48)
-    expected_keys, expected_values = old.keys.clone(), old.values.clone()
-    for head in range(3):
-        for place, entry in enumerate(kept[head].tolist()):
-            to = int(destination[place // 32]), place % 32
-            if entry < 0:
-                expected_keys[to[0], head, :, to[1]] = 0
-                expected_values[to[0], head, to[1]] = 0
-                continue
-            slot = entry if entry < s.front else s.tail + entry - s.front
-            block, offset = int(s.blocks[slot // 32]), slot % 32
-            expected_keys[to[0], head, :, to[1]] = old.keys[block, head, :, offset]
-            expected_values[to[0], head, to[1]] = old.values[block, head, offset]
-    assert same(after.keys, expected_keys) and same(after.values, expected_values)
+    expected_keys, expected_values = old.keys.float(), old.values.float()
+    places, slots = torch.arange(num_kept), torch.where(kept < s.front, kept, s.tail + kept - s.front)
+    to, at = destination[places // 32].long(), places % 32
+    for head, (entries, row) in enumerate(zip(kept, slots.clamp(min=0), strict=True)):
+        block, offset, is_none = s.blocks[row // 32].long(), row % 32, (entries < 0).unsqueeze(1)
+        expected_keys[to, head, :, at] = old.keys[block, head, :, offset].float().masked_fill(is_none, 0)
+        expected_values[to, head, at] = old.values[block, head, offset].float().masked_fill(is_none, 0)
+    assert same(maker.pages.keys, expected_keys) and same(maker.pages.values, expected_values)
     for name in ("log_votes", "scores", "aux", "positions"):
-        assert same(getattr(after, name), getattr(old, name)), name
+        assert same(getattr(maker.pages, name), getattr(old, name)), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -310,11 +257,9 @@ def test_moves_rows_and_metadata_make_a_front(operators, dtype):
     entries.kill(kept < 0)
     places = random_index(maker, 50, 7, num_negative=2)
     rows = maker.randn(3, 7, 48)
-    for head in range(3):
-        for row, place in enumerate(places[head].tolist()):
-            if place >= 0:
-                entries.keys[head, place] = rows[head, row]
-                entries.values[head, place] = -rows[head, row]
+    head, row = (places >= 0).nonzero(as_tuple=True)
+    entries.keys[head, places[head, row]] = rows[head, row]
+    entries.values[head, places[head, row]] = -rows[head, row]
     fresh, again = maker.sequence(0, 0, 64), maker.sequence(0, 0, 64)
     write_front(maker.pages, fresh.blocks, entries)
     operators.move_entries(seq_layers(maker, s), again.blocks[None], kept)
@@ -330,19 +275,15 @@ def test_moves_rows_and_metadata_make_a_front(operators, dtype):
 
 def test_rows_and_metadata_elsewhere_stay(operators):
     maker, s = make(torch.bfloat16, (37, 200, 231, 0))
-    before = maker.cache.clone()
-    operators.write_rows(
-        seq_layers(maker, s), s.blocks[None], torch.full((3, 4), -1), maker.randn(3, 4, 48), maker.randn(3, 4, 48)
-    )
-    assert torch.equal(maker.cache.view(torch.int16), before.view(torch.int16))
-    planes = maker.randn(3, 3, 20).unbind(1)
-    operators.write_metadata(seq_layers(maker, s), s.blocks[None], *planes, torch.arange(60).view(3, 20))
+    content, before = maker.cache.clone(), live(maker, s)
+    rows = maker.randn(3, 4, 48)
+    operators.write_rows(seq_layers(maker, s), s.blocks[None], torch.full((3, 4), -1), rows, rows)
+    assert torch.equal(maker.cache.view(torch.int16), content.view(torch.int16))
+    planes = *maker.randn(3, 3, 20), torch.arange(60).view(3, 20)
+    operators.write_metadata(seq_layers(maker, s), s.blocks[None], *planes)
     after = live(maker, s)
-    assert torch.equal(torch.stack([after.log_votes, after.scores, after.aux], 1)[..., :20], torch.stack(planes, 1))
-    assert torch.equal(after.positions[:, :20], torch.arange(60).view(3, 20))
-    maker.cache.copy_(before)
-    assert torch.equal(live(maker, s).scores[:, 20:], after.scores[:, 20:])
-    assert torch.equal(live(maker, s).positions[:, 20:], after.positions[:, 20:])
+    for name, plane in zip(("log_votes", "scores", "aux", "positions"), planes, strict=True):
+        assert torch.equal(getattr(after, name), torch.cat([plane, getattr(before, name)[:, 20:]], 1)), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -360,42 +301,35 @@ def test_units_together_are_as_each_alone(operators, dtype):
     for maker in makers:
         for plane in (maker.pages.scores, maker.pages.aux):
             plane.copy_(maker.randn(*plane.shape))
-    for one, others in zip(
-        operators.gather_metadata(together),
-        zip(*(operators.gather_metadata(unit) for unit in alone), strict=True),
-        strict=True,
-    ):
-        assert torch.equal(one, torch.cat(others))
+
+    def read(units, index, usable):
+        metadata = operators.gather_metadata(units)
+        found = operators.most_similar(units, index[:, :20], index[:, 20:], usable)
+        return *metadata, *found, operators.gather_rows(units, "values", index)
+
+    def change(units, destination, kept, places, rows, *metadata):
+        operators.move_entries(units, destination, kept)
+        operators.write_rows(units, destination, places, rows, None)
+        operators.write_metadata(units, destination, *metadata)
+
     index = torch.cat([random_index(makers[0], 71, 60) for _ in alone])
     usable = torch.rand(12, 40, generator=makers[0].generator) < 0.8
-    found = operators.most_similar(together, index[:, :20], index[:, 20:], usable)
-    parts = (index[:, :20].chunk(4), index[:, 20:].chunk(4), usable.chunk(4))
-    for one, others in zip(
-        found,
-        zip(*(operators.most_similar(*part) for part in zip(alone, *parts, strict=True)), strict=True),
-        strict=True,
-    ):
+    found = read(together, index, usable)
+    separate = [read(*parts) for parts in zip(alone, index.chunk(4), usable.chunk(4), strict=True)]
+    for one, others in zip(found, zip(*separate, strict=True), strict=True):
         assert torch.equal(one, torch.cat(others))
-    rows = operators.gather_rows(together, "values", index)
-    separate = zip(alone, index.chunk(4), strict=True)
-    assert torch.equal(rows, torch.cat([operators.gather_rows(unit, "values", part) for unit, part in separate]))
 
     destination = torch.stack([makers[which].sequence(0, 0, 60).blocks for which in layer])
     kept = index.masked_fill(torch.rand(index.shape, generator=makers[0].generator) < 0.1, -1)
-    metadata = *rows[..., :3].unbind(-1), index
-    places = random_index(makers[0], 60, 9, 2).repeat(4, 1)
+    rows = found[-1]
+    planes = kept, random_index(makers[0], 60, 9, 2).repeat(4, 1), rows[:, :9], *rows[..., :3].unbind(-1), index
     before = [maker.cache.clone() for maker in makers]
-    operators.move_entries(together, destination, kept)
-    operators.write_rows(together, destination, places, rows[:, :9], None)
-    operators.write_metadata(together, destination, *metadata)
+    change(together, destination, *planes)
     after = [maker.cache.clone() for maker in makers]
     for maker, cache in zip(makers, before, strict=True):
         maker.cache.copy_(cache)
     for number, unit in enumerate(alone):
-        part = slice(3 * number, 3 * number + 3)
-        operators.move_entries(unit, destination[[number]], kept[part])
-        operators.write_rows(unit, destination[[number]], places[part], rows[part, :9], None)
-        operators.write_metadata(unit, destination[[number]], *(plane[part] for plane in metadata))
+        change(unit, destination[[number]], *(plane.chunk(4)[number] for plane in planes))
     for maker, cache in zip(makers, after, strict=True):
         assert same(maker.cache, cache)
 

@@ -1,5 +1,6 @@
 """Triton's operators in its interpreter: what the tests of all operators leave open. Run by ``test_triton``."""
 
+import heapq
 import math
 import os
 from dataclasses import replace
@@ -8,8 +9,18 @@ import pytest
 import torch
 
 from tests.entries import gather_entries
-from tests.ops.conftest import CacheMaker, batch_of, first_in_window, longest_chain, padded, softmax_of
-from tests.ops.test_cpu import UPDATES, relative_error
+from tests.ops.conftest import (
+    TOLERANCE,
+    CacheMaker,
+    batch_of,
+    first_in_window,
+    padded,
+    relative_error,
+    row_major_copies,
+    softmax_of,
+    statistics,
+)
+from tests.ops.test_cpu import UPDATES, check_padded
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import (
     ROW_PLANES,
@@ -28,24 +39,6 @@ triton = pytest.importorskip("vllm_kvmerge.ops.triton", reason="Triton is not in
 from vllm_kvmerge.ops.triton import attention_kernels  # noqa: E402
 from vllm_kvmerge.ops.triton.plan import AttentionPlan  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED, stored  # noqa: E402
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3} | dict.fromkeys([torch.bfloat16, *QUANTISED], 1e-2)
-
-
-def copies(maker, row_major):
-    """Two caches with the same entries: transposed keys, and keys as ``row_major`` says."""
-    theirs = maker.views(maker.cache.clone())
-    ours = PagedKVCache.of(maker.cache.clone(), maker.head_size, row_major, **maker.scales)
-    ours.keys.copy_(theirs.keys)
-    return theirs, ours
-
-
-def live(pages, sequences):
-    """Scores and aux of all live entries."""
-    planes = [
-        reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len)) for s in sequences
-    ]
-    return torch.cat([p[1] for p in planes], 1), torch.cat([p[2] for p in planes], 1)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,7 @@ def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
     sequences = [maker.sequence(*shape) for shape in shapes]
     plan = AttentionPlan.of(maker.pages, 2 * groups, max(lens), 3, 34)
     assert plan.most > 1
-    theirs, ours = copies(maker, row_major=True)
+    theirs, ours = row_major_copies(maker)
     updates = [UPDATES[1 + (i + groups) % 3] for i in range(3)]
     for pages in (theirs, ours):
         for s, length in zip(sequences, lens, strict=True):
@@ -85,7 +78,7 @@ def test_triton_attention_on_row_major_keys(dtype, groups, head_size, lens):
     reference.paged_attention(query, theirs, batch, head_size**-0.5, expected)
     triton.paged_attention(query, ours, replace(batch, max_query_len=max(lens)), head_size**-0.5, actual)
     assert relative_error(actual, expected) < TOLERANCE[dtype]
-    (scores, aux), (expected_scores, expected_aux) = live(ours, sequences), live(theirs, sequences)
+    (scores, aux), (expected_scores, expected_aux) = statistics(ours, sequences), statistics(theirs, sequences)
     assert relative_error(scores, expected_scores) < 1e-4
     assert torch.equal(aux, expected_aux)
 
@@ -101,13 +94,23 @@ def test_triton_attends_in_a_window(dtype, lens, window, chunked):
     ]
     batch = batch_of(sequences, lens, [None, None])
     batch = replace(batch, tails=torch.zeros_like(batch.tails))
-    theirs, ours = copies(maker, row_major=True)
+    theirs, ours = row_major_copies(maker)
     query = maker.randn(sum(lens), 8, 64).to(maker.query_dtype)
     expected, actual = torch.full((2, *query.shape), torch.nan)
     softmax = softmax_of(maker, "capped-sinks", 2, 4)
     reference.paged_attention(query, theirs, batch, 0.2, expected, softmax, window, chunked)
     triton.paged_attention(query, ours, padded(batch, max(lens)), 0.2, actual, softmax, window, chunked)
     assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
+def longest_chain(plan, found, num_heads=8):
+    """Entries that the busiest of as many programs as run at a time reads, each taking the next piece when it is free,
+    over the entries of each if all had equally many. found: pieces of one KV head, pairs of a tile and its entries."""
+    programs = [0] * (plan.slots * num_heads)
+    for _, size in found:
+        for _ in range(num_heads):
+            heapq.heapreplace(programs, programs[0] + size)
+    return max(programs) / (num_heads * sum(size for _, size in found) / len(programs))
 
 
 def pieces_of(lengths, monkeypatch, queries=1, window=0, at_once=1024):
@@ -155,16 +158,6 @@ def test_triton_divides_work_by_length(lengths, monkeypatch):
     assert sum(tile == longest for tile, _ in found) >= 8
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 33, 67])
-def test_triton_divides_equal_rows_as_if_by_count(rows, monkeypatch):
-    """As many pieces as fit at once, and none where there are rows enough."""
-    plan, found = pieces_of([8192] * rows, monkeypatch)
-    sizes = [sum(tile == row for tile, _ in found) for row in range(rows)]
-    wanted = min(max(1, 66 // rows), plan.most)
-    assert max(sizes) - min(sizes) == 0 and wanted - 2 <= sizes[0] <= wanted
-    assert longest_chain(plan, found) <= 1.05 * longest_chain(plan, [(0, 8192 / wanted)] * (rows * wanted))
-
-
 @pytest.mark.parametrize(("queries", "window"), [(1, 0), (100, 512)])
 def test_triton_divides_rows_of_all_lengths(queries, window, monkeypatch):
     """Rows without queries have no pieces; more tiles than the kernel looks at together."""
@@ -176,22 +169,7 @@ def test_triton_divides_rows_of_all_lengths(queries, window, monkeypatch):
 
 @pytest.mark.parametrize("bound", [1, 40])
 def test_triton_skips_rows_without_queries(bound):
-    """As captured graphs are padded; a larger bound on queries than there are changes nothing. TOVA's decay is 0."""
-    maker = CacheMaker(3, 2, 32, 32, torch.float32)
-    sequences = [maker.sequence(40, 64, 99), maker.sequence(0, 0, 70)]
-    batch = batch_of(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.0), None])
-    maker.pages.scores.fill_(0.5)
-    maker.pages.aux.fill_(2.0)
-    theirs, ours = copies(maker, row_major=True)
-    query = maker.randn(2, 4, 32)
-    expected, actual = torch.full((2, 2, 4, 32), torch.nan)
-    reference.paged_attention(query, theirs, batch, 0.2, expected)
-    query, output = (torch.cat([t, torch.full_like(t, torch.nan)]) for t in (query, actual))
-    triton.paged_attention(query, ours, padded(batch, bound), 0.2, output)
-    assert relative_error(output[:2], expected) < 1e-5
-    assert output[2:].isnan().all()
-    for one, other in zip(live(ours, sequences), live(theirs, sequences), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    check_padded(triton, CacheMaker(3, 2, 32, 32, torch.float32), bound)
 
 
 def test_triton_scores_of_rows_of_all_lengths():
@@ -207,13 +185,13 @@ def test_triton_scores_of_rows_of_all_lengths():
     batch, query = batch_of(sequences, lens, updates, 40), maker.randn(sum(lens), 2, 32)
     maker.pages.scores.fill_(0.5)
     maker.pages.aux.fill_(2.0)
-    theirs, ours = copies(maker, row_major=True)
+    theirs, ours = row_major_copies(maker)
     expected, actual = torch.full((2, *query.shape), torch.nan)
     reference.paged_attention(query, theirs, batch, 0.2, expected)
     triton.paged_attention(query, ours, batch, 0.2, actual)
     assert relative_error(actual, expected) < 1e-5
     own = [sequences[row] for row in (*scored, 70)]
-    for one, other in zip(live(ours, own), live(theirs, own), strict=True):
+    for one, other in zip(statistics(ours, own), statistics(theirs, own), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -223,7 +201,7 @@ def test_triton_entries_on_row_major_keys():
     s = maker.sequence(37, 100, 150, 3)
     maker.pages.scores.fill_(0.5)
     maker.pages.aux.fill_(2.0)
-    theirs, ours = copies(maker, row_major=True)
+    theirs, ours = row_major_copies(maker)
     n, generator = 87, maker.generator
     index = torch.stack([torch.randperm(n, generator=generator) for _ in range(2)])
     results = []
@@ -253,7 +231,7 @@ def test_triton_entries_on_row_major_keys():
 def test_triton_prompt_scores_on_row_major_keys(mode):
     maker = CacheMaker(6, 2, 80, 16, torch.float16)
     s = maker.sequence(0, 0, 200)
-    theirs, ours = copies(maker, row_major=True)
+    theirs, ours = row_major_copies(maker)
     query = maker.randn(70, 6, 80).half()
     found = []
     for module, pages in ((reference, theirs), (triton, ours)):
@@ -273,7 +251,7 @@ def test_triton_prompt_scores_from_a_known_log_sum_exp(groups, kind, monkeypatch
     """Of one query, of some and of several tiles: keys are gone through once, to score them."""
     maker = CacheMaker(6, 2, 48, 16, torch.float32)
     s, softmax = maker.sequence(0, 0, 200), softmax_of(maker, kind, 2, groups)
-    theirs, ours = copies(maker, row_major=True)
+    theirs, ours = row_major_copies(maker)
     monkeypatch.setattr(triton.attention._Call, "attend", lambda *_, **__: pytest.fail("the log-sum-exp is known"))
     keys = s.keys.float()  # of all 200 tokens
     for num_queries in (1, 5, 90):
@@ -332,7 +310,7 @@ def test_triton_scores_of_a_repetition_on_row_major_keys(
     """Scores are part of a wider plane, and some are larger already; queries are part of a batch's."""
     maker, context = CacheMaker(head_size, 2, head_size, 16, dtype), 100
     sequence = maker.sequence(0, 0, context + num_queries)
-    theirs, ours = copies(maker, row_major=True)
+    theirs, ours = row_major_copies(maker)
     query = maker.randn(num_queries + 3, 2 * groups, head_size).to(dtype)[3:]
     weights = maker.randn(num_queries + 1).exp()[1:] if weighted else None
     before = maker.randn(2 * groups if per_head else 2, 140).abs() * 0.02
@@ -357,7 +335,7 @@ def test_triton_scores_of_a_repetition_on_row_major_keys(
 def test_triton_stores_quantised_tokens_as_the_reference(dtype, row_major):
     """Over both scales, to the nearest; what is beyond the largest number becomes that. Nothing else is written."""
     maker = CacheMaker(11, 3, 48, 16, dtype)
-    theirs, ours = copies(maker, row_major)
+    theirs, ours = row_major_copies(maker, row_major)
     key, value = (maker.randn(40, 3, 48) * 10.0 ** torch.randint(-4, 5, (40, 1, 1)) for _ in range(2))
     slots = torch.randperm(900, generator=maker.generator)[:40]
     slots[::9] = -1

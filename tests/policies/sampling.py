@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields, replace
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -46,6 +47,12 @@ def random_entries(
     for tensor in (entries.keys, entries.values, entries.scores, entries.aux):
         tensor[dead] = torch.nan
     return entries
+
+
+def live(entries: Entries, head: int) -> list[int]:
+    """Indices of a head's live entries, in order of position."""
+    positions = entries.positions[head].tolist()
+    return sorted((i for i, p in enumerate(positions) if p != DEAD), key=lambda i: positions[i])
 
 
 def logits(entries: Entries, query: Tensor) -> Tensor:
@@ -96,11 +103,40 @@ def rope(size: int, is_neox: bool = True, num_positions: int = 2048, factor: flo
 
 
 def as_worker(
-    context: CompressionContext, indices: list[int], gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    context: CompressionContext, rows: list[int], gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> CompressionContext:
-    """The context of one layer on a tensor-parallel worker with the heads of these ``indices``."""
-    heads = context.heads
-    return replace(context, heads=Heads.of([heads.layers[0]], indices, heads.num_layers, gather))
+    """The context of one layer on a tensor-parallel worker with the heads of these rows alone."""
+    heads = Heads.of([context.heads.layers[0]], rows, context.heads.num_layers, gather)
+    own = replace(context, heads=heads, queries=context.queries and context.queries.of_rows(rows))
+    return own if own.output_weights is None else replace(own, output_weights=own.output_weights[rows])
+
+
+def on_two_workers(
+    compute: Callable[[Entries, CompressionContext], object], entries: Entries, context: CompressionContext, cut: int
+) -> list[object]:
+    """What ``compute`` gives for heads ``[0, cut)`` and for the others, as two tensor-parallel workers would run it."""
+    heads = (range(cut), range(cut, len(entries.positions)))
+    sent: list[Tensor] = []
+
+    class Sent(BaseException):
+        pass
+
+    def send(tensor: Tensor) -> Tensor:
+        sent.append(tensor)
+        raise Sent
+
+    for own in heads:
+        with pytest.raises(Sent):
+            compute(entries.of_rows(list(own)), as_worker(context, list(own), send))
+    results = []
+    for worker, own in enumerate(heads):
+
+        def gather(tensor: Tensor, worker: int = worker) -> Tensor:
+            torch.testing.assert_close(tensor, sent[worker], rtol=0, atol=0)
+            return torch.cat(sent)
+
+        results.append(compute(entries.of_rows(list(own)), as_worker(context, list(own), gather)))
+    return results
 
 
 def in_layer(context: CompressionContext, layer: int) -> CompressionContext:

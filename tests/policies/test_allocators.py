@@ -2,14 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor
 
 from tests.examples import examples
@@ -17,43 +15,22 @@ from tests.policies.sampling import (
     SEEDS,
     as_worker,
     assert_same,
-    assert_sound,
     in_layer,
     newest_queries,
+    on_two_workers,
     random_entries,
-    stack_rows,
 )
 from vllm_kvmerge.ops import ScoreMode
-from vllm_kvmerge.policies import (
-    DEAD,
-    Allocator,
-    CompressionContext,
-    CompressionPolicy,
-    Entries,
-    Merger,
-    Selector,
-    Tracker,
-)
+from vllm_kvmerge.policies import DEAD, Allocator, CompressionContext, CompressionPolicy, Entries, Heads, Selector
 from vllm_kvmerge.policies.allocators import Adaptive, AllHeads, Pyramid, Uniform, Variance
 from vllm_kvmerge.policies.allocators.variance import split
-from vllm_kvmerge.policies.errors import PartError
-from vllm_kvmerge.policies.mergers import AsymKVMerger, CamMerger, D2OMerger, DropMerger, ResidualMerger, ZipMerger
-from vllm_kvmerge.policies.selectors import HeavyHitter, RandomKeep, Recent, Tova, WindowTopK
+from vllm_kvmerge.policies.mergers import DropMerger
+from vllm_kvmerge.policies.selectors import HeavyHitter, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, MeanTracker, NoTracker, SumTracker, attention_mass
 
 
-def policy_of(
-    allocator: Allocator,
-    selector: Selector | None = None,
-    merger: Merger | None = None,
-    tracker: Tracker | None = None,
-) -> CompressionPolicy:
-    return CompressionPolicy(
-        tracker=tracker or SumTracker(),
-        allocator=allocator,
-        selector=selector or HeavyHitter(num_sink_tokens=1, recent_window=1),
-        merger=merger or DropMerger(),
-    )
+def policy_of(allocator: Allocator, selector: Selector) -> CompressionPolicy:
+    return CompressionPolicy(tracker=SumTracker(), allocator=allocator, selector=selector, merger=DropMerger())
 
 
 def context_of(
@@ -70,46 +47,21 @@ def uneven(entries: Entries) -> Entries:
     return replace(entries, scores=entries.scores**power)
 
 
-def on_two_workers(
-    compute: Callable[[Entries, CompressionContext], object], entries: Entries, context: CompressionContext, cut: int
-) -> list[object]:
-    """What ``compute`` gives for heads ``[0, cut)`` and for the others, as two tensor-parallel workers would run it."""
-    heads = (range(cut), range(cut, len(entries.positions)))
-    sent: list[Tensor] = []
-
-    class Sent(BaseException):
-        pass
-
-    def send(tensor: Tensor) -> Tensor:
-        sent.append(tensor)
-        raise Sent
-
-    for own in heads:
-        with pytest.raises(Sent):
-            compute(entries.of_rows(list(own)), as_worker(context, list(own), send))
-    results = []
-    for worker, own in enumerate(heads):
-
-        def gather(tensor: Tensor, worker: int = worker) -> Tensor:
-            torch.testing.assert_close(tensor, sent[worker], rtol=0, atol=0)
-            return torch.cat(sent)
-
-        results.append(compute(entries.of_rows(list(own)), as_worker(context, list(own), gather)))
-    return results
+def budgets_of_layers(allocator: Allocator, budget: int, num_layers: int, **fields: object) -> list[int]:
+    """What a layer's two heads get, which is the same."""
+    entries, budgets = random_entries(0, num_heads=2, n=4), []
+    for layer in range(num_layers):
+        context = CompressionContext.of_layer(entries, budget, 4, True, layer=layer, num_layers=num_layers, **fields)
+        first, second = allocator.head_budgets(entries, entries.scores, context)
+        assert first == second
+        budgets.append(first)
+    return budgets
 
 
 @given(st.integers(1, 5000), st.integers(1, 100), st.floats(1.0, 100.0), st.sampled_from(["linear", "cosine"]))
 def test_pyramid(budget, num_layers, ratio, shape):
     allocator = Pyramid(shape=shape, ratio=ratio)
-    entries = random_entries(0, num_heads=2, n=4)
-    budgets = []
-    for layer in range(num_layers):
-        context = CompressionContext.of_layer(
-            entries, budget, 4, at_prompt_end=True, layer=layer, num_layers=num_layers
-        )
-        first, second = allocator.head_budgets(entries, entries.scores, context)
-        assert first == second
-        budgets.append(first)
+    budgets = budgets_of_layers(allocator, budget, num_layers)
     assert sum(budgets) == num_layers * budget
     assert budgets == sorted(budgets, reverse=True)
     assert min(budgets) >= 0 and max(budgets) <= allocator.capacity(budget) <= 2 * budget
@@ -119,19 +71,12 @@ def test_pyramid(budget, num_layers, ratio, shape):
 
 
 def test_pyramid_shapes():
-    entries = random_entries(0, num_heads=1, n=4)
-
-    def budgets(allocator: Pyramid) -> list[int]:
-        contexts = [CompressionContext.of_layer(entries, 200, 4, True, layer=layer, num_layers=5) for layer in range(5)]
-        return [allocator.head_budgets(entries, entries.scores, context)[0] for context in contexts]
-
     # beta = 20 of PyramidKV: the last layer has a twentieth of the budget.
-    assert budgets(Pyramid()) == [390, 295, 200, 105, 10]
+    assert budgets_of_layers(Pyramid(), 200, 5) == [390, 295, 200, 105, 10]
     # PyramidInfer's factor on the first layer's budget: 0.9 (cos(pi l / (L - 1)) + 1) / 2 + 0.1.
     first = 200 * 2 / 1.1
     expected = [round(first * (0.9 * (math.cos(math.pi * layer / 4) + 1) / 2 + 0.1)) for layer in range(5)]
-    assert budgets(Pyramid(shape="cosine", ratio=10.0)) == expected
-    assert budgets(Pyramid(ratio=1.0)) == [200] * 5
+    assert budgets_of_layers(Pyramid(shape="cosine", ratio=10.0), 200, 5) == expected
 
 
 @examples(100)
@@ -188,26 +133,6 @@ def test_a_budget_for_all_heads_of_all_layers(seed, num_layers, num_heads, n, ma
     assert not left_out or not held or max(left_out) <= min(held)
 
 
-def test_adaptive_gives_equal_heads_equal_budgets():
-    entries = random_entries(0, num_heads=4, n=30)
-    context = context_of(entries, Adaptive(), 10)
-    for scores in (torch.ones(4, 30), torch.zeros(4, 30), entries.scores[:1].repeat(4, 1)):
-        mass = attention_mass(SumTracker(), replace(entries, scores=scores))
-        assert Adaptive().head_budgets(entries, mass, context).tolist() == [10] * 4
-    # Scaling a head's scores, as a head that attends more to its newest entries does to the others, changes nothing.
-    mass = attention_mass(SumTracker(), entries)
-    scaled = replace(entries, scores=entries.scores * torch.tensor([[1.0], [10.0], [0.1], [3.0]]))
-    torch.testing.assert_close(attention_mass(SumTracker(), scaled), mass)
-
-
-def test_adaptive_gives_nothing_to_dead_entries_while_there_are_live_ones():
-    entries = random_entries(0, num_heads=2, n=12)
-    entries.positions[0, 3:] = DEAD
-    entries.scores[1, 1:] = 0.0
-    mass = attention_mass(SumTracker(), entries)
-    assert Adaptive(floor_share=0.0).head_budgets(entries, mass, context_of(entries, Adaptive(), 6)).tolist() == [3, 9]
-
-
 def test_attention_mass_is_a_distribution_over_live_entries():
     entries = random_entries(0, num_heads=3, n=20, num_dead=6)
     live = entries.is_live
@@ -218,12 +143,9 @@ def test_attention_mass_is_a_distribution_over_live_entries():
         torch.testing.assert_close(mass.sum(1), torch.ones(3))
         if tracker.mode != ScoreMode.SUM:
             assert (mass[live & (entries.aux == 0)] == 0).all()
-    importance = LogEmaTracker().importance(entries)
     scored = live & (entries.aux > 0)
-    expected = torch.where(scored, importance.double().exp(), 0.0)
-    expected = (expected / expected.sum(1, keepdim=True)).float()
-    torch.testing.assert_close(attention_mass(LogEmaTracker(), entries), expected)
-
+    expected = torch.where(scored, LogEmaTracker().importance(entries).double().exp(), 0.0)
+    torch.testing.assert_close(mass, (expected / expected.sum(1, keepdim=True)).float())
     entries.aux.zero_()
     entries.scores.zero_()
     for tracker in (NoTracker(), SumTracker(), MeanTracker(), LogEmaTracker()):
@@ -234,7 +156,7 @@ def test_attention_mass_is_a_distribution_over_live_entries():
 @given(SEEDS, st.integers(1, 4), st.integers(2, 40), st.data())
 def test_layer_statistic_is_the_mean_variance_of_relative_mass(seed, num_heads, n, data):
     entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n - 1)))
-    policy = policy_of(Variance())
+    policy = policy_of(Variance(), HeavyHitter())
     context = CompressionContext.of_layer(entries, 1, n, at_prompt_end=True)
     expected = []
     for scores, positions in zip(entries.scores.tolist(), entries.positions.tolist(), strict=True):
@@ -257,25 +179,9 @@ def test_layer_statistic_is_the_mean_variance_of_relative_mass(seed, num_heads, 
     st.floats(0.0, 1.0),
 )
 def test_variance_budgets(variances, budget, max_share, least_share):
-    least = int(least_share * budget)
-    allocator = Variance(max_share=max_share)
-    entries = random_entries(0, num_heads=2, n=4)
-    statistics = torch.tensor(variances)
-    budgets = []
-    for layer in range(len(variances)):
-        context = CompressionContext.of_layer(
-            entries,
-            budget,
-            4,
-            True,
-            min_budget=least,
-            layer=layer,
-            num_layers=len(variances),
-            layer_statistics=statistics[None],
-        )
-        first, second = allocator.head_budgets(entries, entries.scores, context)
-        assert first == second
-        budgets.append(first)
+    least, allocator, statistics = int(least_share * budget), Variance(max_share=max_share), torch.tensor(variances)
+    fields = {"min_budget": least, "layer_statistics": statistics[None]}
+    budgets = budgets_of_layers(allocator, budget, len(variances), **fields)
     assert sum(budgets) == budget * len(variances)
     assert all(least <= b <= allocator.capacity(budget) for b in budgets)
     for (v, b), (w, c) in itertools.combinations(zip(statistics.tolist(), budgets, strict=True), 2):
@@ -283,114 +189,24 @@ def test_variance_budgets(variances, budget, max_share, least_share):
 
 
 def test_variance_is_softmax_until_it_is_cut():
-    statistics = torch.tensor([0.5, 1.0, 1.5])
     weights = [math.exp(-0.5), math.exp(-1.0), math.exp(-1.5)]
-    entries = random_entries(0, num_heads=1, n=4)
 
     def budgets(allocator: Variance) -> list[int]:
-        context = CompressionContext.of_layer(entries, 100, 4, True, num_layers=3, layer_statistics=statistics[None])
-        layers = [in_layer(context, layer) for layer in range(3)]
-        return [allocator.head_budgets(entries, entries.scores, layer)[0] for layer in layers]
+        return budgets_of_layers(allocator, 100, 3, layer_statistics=torch.tensor([[0.5, 1.0, 1.5]]))
 
     assert budgets(Variance()) == [round(300 * weight / sum(weights)) for weight in weights]
     left = [round(180 * weight / sum(weights[1:])) for weight in weights[1:]]
     assert budgets(Variance(max_share=1.2)) == [120, min(120, left[0]), 180 - min(120, left[0])]
-    assert budgets(Variance(max_share=1.0)) == [100, 100, 100]
     assert split(7, [1.0, 1.0, 1.0], 0, 3) == [3, 2, 2]
     assert split(30, [8.0, 1.0, 1.0], 5, 20) == [20, 5, 5]
     assert split(40, [6.0, 3.0, 1.0], 6, 30) == [23, 11, 6]
-    alone = CompressionContext.of_layer(entries, 100, 4, at_prompt_end=True)
-    assert Variance().head_budgets(entries, entries.scores, alone) == [100]
-
-
-def test_what_does_not_go_together():
-    with pytest.raises(ValidationError, match="selector 'tova' ranks all heads together, allocator 'adaptive'"):
-        policy_of(Adaptive(), Tova())
-    for allocator in (Pyramid(), Variance(), Uniform()):
-        assert policy_of(allocator, Tova()).allocator is allocator
-    entries = random_entries(0)
-    with pytest.raises(PartError, match="allocator 'uniform' has no layer statistic"):
-        policy_of(Uniform()).layer_statistic(entries, CompressionContext.of_layer(entries, 4, 16, True))
-
-
-ALLOCATORS = (Uniform(), Adaptive(), Adaptive(floor_share=0.0, max_share=3.0), Pyramid(ratio=5.0), Variance())
-PARTS = (
-    (HeavyHitter(num_sink_tokens=1, recent_window=1), DropMerger(), SumTracker()),
-    (WindowTopK(window_size=2, kernel_size=3), D2OMerger(), SumTracker()),
-    (HeavyHitter(num_sink_tokens=0), CamMerger(num_receivers=3, merge_prompt=True), SumTracker()),
-    (HeavyHitter(num_sink_tokens=1, recent_window=1), AsymKVMerger(), SumTracker()),
-    (HeavyHitter(num_sink_tokens=1, recent_window=1), ResidualMerger(), SumTracker()),
-    (HeavyHitter(num_sink_tokens=1, recent_window=1), ZipMerger(merge_threshold=0.3), LogEmaTracker()),
-    (RandomKeep(), DropMerger(), NoTracker()),
-    (Recent(), DropMerger(), NoTracker()),
-)
-POLICIES = [policy_of(allocator, *parts) for allocator in ALLOCATORS for parts in PARTS]
-
-
-@examples(150)
-@given(st.sampled_from(POLICIES), SEEDS, st.integers(1, 4), st.integers(1, 30), st.integers(0, 3), st.data())
-def test_every_head_is_compressed_as_if_it_were_alone(policy, seed, num_heads, more, layer, data):
-    n = policy.min_budget + more
-    num_dead = data.draw(st.integers(0, n))
-    entries = uneven(random_entries(seed, num_heads, n, num_dead=num_dead))
-    if policy.tracker.mode == ScoreMode.LOG_EMA:
-        entries.aux.fill_(2.0)
-    untouched = entries.clone()
-    budget = data.draw(st.integers(policy.min_budget, n - 1))
-    statistics = torch.tensor([3.0, 1.0, 0.5, 2.0])
-    fields = {"layer": layer, "num_layers": 4, "layer_statistics": statistics[None]}
-    context = context_of(entries, policy.allocator, budget, at_prompt_end=False, **fields)
-    result = policy.compress(entries, context)
-    assert_same(entries, untouched)
-    assert_sound(result.entries, context.capacity)
-
-    mass = attention_mass(policy.tracker, entries)
-    budgets = policy.allocator.head_budgets(entries, mass, replace(context, min_budget=policy.min_budget))
-    budgets = [min(int(b), context.capacity) for b in budgets]
-    num_live = result.entries.is_live.sum(1).tolist()
-    assert all(live <= b <= context.capacity for live, b in zip(num_live, budgets, strict=True))
-    if not isinstance(policy.merger, ResidualMerger):
-        assert num_live == [min(b, n - num_dead) for b in budgets]
-    assert result.num_merged + result.num_evicted + sum(num_live) == num_heads * (n - num_dead)
-    dead = ~result.entries.is_live
-    for name in ("keys", "values", "scores", "aux"):
-        assert (getattr(result.entries, name)[dead] == 0).all()
-
-    alone = policy.model_copy(update={"allocator": Uniform()})
-    merged = evicted = 0
-    for head, head_budget in enumerate(budgets):
-        own = replace(as_worker(context, [head]), budget=head_budget)
-        one = alone.compress(entries.of_rows([head]), own)
-        for name in ("positions", "log_votes", "scores", "aux"):
-            assert torch.equal(getattr(one.entries, name)[0], getattr(result.entries, name)[head]), name
-        torch.testing.assert_close(one.entries.keys[0], result.entries.keys[head])
-        torch.testing.assert_close(one.entries.values[0], result.entries.values[head])
-        merged, evicted = merged + one.num_merged, evicted + one.num_evicted
-    assert (merged, evicted) == (result.num_merged, result.num_evicted)
-
-
-@pytest.mark.parametrize("parts", PARTS[:4], ids=lambda parts: parts[1].name)
-def test_two_workers_do_what_one_does(parts):
-    allocator = Variance()
-    policy = policy_of(allocator, *parts)
-    entries = uneven(random_entries(3, num_heads=4, n=60, num_dead=5))
-    context = context_of(entries, allocator, 16, False, layer_statistics=torch.tensor([[1.0, 2.0]]), num_layers=2)
-    whole = policy.compress(entries, context).entries
-    halves = [policy.compress(entries.of_rows(own), as_worker(context, own)).entries for own in ([0], [1, 2, 3])]
-    assert_same(stack_rows(halves), whole)
-
-
-def test_adaptive_leaves_each_head_what_its_selector_protects():
-    entries, allocator = uneven(random_entries(0, num_heads=4, n=60)), Adaptive(floor_share=0.2)
-    context, mass = context_of(entries, allocator, 16, min_budget=12), attention_mass(SumTracker(), entries)
-    budgets = allocator.head_budgets(entries, mass, context).tolist()
-    assert min(budgets) == 12 and sum(budgets) == 4 * 16
+    assert budgets_of_layers(Variance(), 100, 1) == [100]
 
 
 def test_groups_of_heads_get_their_own_context():
     seen = []
 
-    class Spy(Recent):
+    class Spy(HeavyHitter):
         def select(
             self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
         ) -> Tensor:
@@ -400,31 +216,17 @@ def test_groups_of_heads_get_their_own_context():
     entries = uneven(random_entries(0, num_heads=3, n=40))
     vectors = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 2, 4, 8)
     weights = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 2, 5, 8)
-    policy = policy_of(Adaptive(), Spy())
     context = context_of(entries, Adaptive(), 10, queries=newest_queries(vectors, 40), output_weights=weights)
     assert torch.equal(context.of_rows([0, 2]).output_weights, weights[[0, 2]])
-    for indices, num_workers in (([0, 1, 2], 1), ([4, 5, 6], 3)):
-        seen.clear()
-        policy.compress(entries, as_worker(context, indices, lambda tensor: torch.cat([tensor] * num_workers)))  # noqa: B023
-        assert len(seen) > 1
-        for local in seen:
-            own = [head - indices[0] for head in local.heads.indices]
-            assert torch.equal(local.queries.vectors, vectors[own])
-            assert torch.equal(local.output_weights, weights[own])
-        assert sorted(head for local in seen for head in local.heads.indices) == indices
-
-
-@pytest.mark.parametrize("allocator", ALLOCATORS, ids=repr)
-def test_room_for_less_than_the_capacity(allocator):
-    """A prompt between the budget and the capacity: the cache has room for all of it, budgets still hold."""
-    policy = policy_of(allocator)
-    entries = uneven(random_entries(1, num_heads=3, n=22))
-    context = context_of(entries, allocator, 20, layer_statistics=torch.tensor([[1.0, 5.0]]), num_layers=2)
-    result = policy.compress(entries, context).entries
-    assert_sound(result, min(22, allocator.capacity(20)))
-    assert result.is_live.any(1).all()
-    same = policy.compress(entries, replace(context, budget=22, capacity=22))
-    assert_same(same.entries, entries)
+    indices = [4, 5, 6]  # of nine heads, on three workers
+    context = replace(context, heads=Heads.of([0], indices, 1, lambda tensor: torch.cat([tensor] * 3)))
+    policy_of(Adaptive(), Spy()).compress(entries, context)
+    assert len(seen) > 1
+    for local in seen:
+        own = [head - 4 for head in local.heads.indices]
+        assert torch.equal(local.queries.vectors, vectors[own])
+        assert torch.equal(local.output_weights, weights[own])
+    assert sorted(head for local in seen for head in local.heads.indices) == indices
 
 
 def test_a_share_below_what_the_selector_protects_is_raised():

@@ -52,8 +52,3 @@ def test_what_waits_for_others_meanwhile_is_not_counted_with_them():
     floats(1000)
     with pytest.raises(StopIteration, match="done"):
         next(pieces)
-
-
-def test_without_a_limit():
-    with memory_limit(None):
-        floats(1000)

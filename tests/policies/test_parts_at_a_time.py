@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from tests.policies.sampling import newest_queries, random_entries, rope
-from vllm_kvmerge.policies import CompressionContext, Entries, Queries
+from vllm_kvmerge.policies import CompressionContext, Entries
 from vllm_kvmerge.policies import entries as entries_module
-from vllm_kvmerge.policies.mergers import residual
-from vllm_kvmerge.policies.mergers.least_squares import attention
-from vllm_kvmerge.policies.mergers.regression import OutputDerivative, _Fit
 from vllm_kvmerge.policies.mergers.residual import _join
 from vllm_kvmerge.policies.selectors import Critical, ExpectedAttention, KeyDiff, KeyNorm
 
@@ -43,20 +40,6 @@ def test_members_join_slots_one_after_the_other(num_members, dtype):
         assert total[head].tolist() == expected_weights
 
 
-def test_joining_does_not_depend_on_other_heads_or_dead_members(monkeypatch):
-    monkeypatch.setattr(residual, "MAX_JOINING", 8)
-    entries = random_entries(3, num_heads=4, n=60)
-    index = torch.arange(60).expand(4, -1)
-    weights = torch.ones(4, 50)
-    weights[:, 30:] = 0.0  # the last are dead, and hold NaN
-    entries.keys[:, 40:] = torch.nan
-    members = index[:, 10:].masked_fill(weights == 0, -1)
-    joined, total = _join(entries, index[:, :10], members, weights, torch.ones(4, 10))
-    alone = _join(entries.of_rows([2]), index[:1, :10], members[:1], weights[:1], torch.ones(1, 10))
-    assert torch.equal(joined[2:3], alone[0]) and torch.equal(total[2:3], alone[1])
-    assert (total.sum(1) == 10 + 30).all()
-
-
 @pytest.mark.parametrize(
     "selector",
     [KeyNorm(), KeyDiff(), Critical(window_size=2, kernel_size=1), ExpectedAttention()],
@@ -85,40 +68,3 @@ def test_comparing_in_parts(monkeypatch):
     parts = entries.most_similar(index[:, 30:], index[:, :30], usable)
     torch.testing.assert_close(parts[0], whole[0])
     assert torch.equal(parts[1], whole[1])
-    assert entries.most_similar(index[:, :0], index[:, :30], usable)[0].shape == (2, 0)
-
-
-def problem(num_queries: int, num_entries: int, head_size: int = 4) -> tuple[_Fit, Entries]:
-    generator = torch.Generator().manual_seed(0)
-    kept = random_entries(0, num_heads=2, n=num_entries, head_size=head_size, dtype=torch.float64)
-    vectors = torch.randn(2, 2, num_queries, head_size, generator=generator, dtype=torch.float64)
-    queries = Queries(vectors, torch.full((2, num_queries), num_entries))
-    target = torch.randn(2, 2, num_queries, head_size, generator=generator, dtype=torch.float64)
-    free = torch.rand(2, num_entries, generator=generator) < 0.8
-    return _Fit(queries, 0.5, target, kept, free, guard=True), kept
-
-
-@pytest.mark.parametrize(("num_queries", "num_entries"), [(3, 20), (20, 15), (40, 6)])
-def test_value_steps_solve_the_same_problem_by_rows_or_by_entries(num_queries, num_entries):
-    """Eq. 8 with the paper's system of r = G m rows, of whichever size the one that is solved was."""
-    fit, kept = problem(num_queries, num_entries)
-    fitted = fit.values(fit.attention(kept.keys), kept.values, 0.1)
-    weights = attention(fit.queries, kept, fit.scale).flatten(1, 2)
-    free = weights * fit.free.unsqueeze(1)
-    system = free @ free.transpose(1, 2) + 0.1 * torch.eye(free.shape[1], dtype=free.dtype)
-    residual_ = fit.target.flatten(1, 2) - weights @ kept.values
-    expected = kept.values + free.transpose(1, 2) @ torch.linalg.solve(system, residual_)
-    torch.testing.assert_close(fitted, expected)
-    assert not torch.equal(fitted, kept.values)
-
-
-@pytest.mark.parametrize("num_queries", [2, 4, 5, 40])
-def test_the_derivative_after_its_adjoint(num_queries):
-    """For few queries by way of their products, for many by way of the keys."""
-    fit, kept = problem(num_queries, 9)
-    weights = attention(fit.queries, kept, fit.scale).flatten(1, 2)
-    derivative = OutputDerivative(weights, kept.values, fit.queries.vectors.flatten(1, 2), fit.scale, fit.free)
-    output = torch.randn(fit.target.flatten(1, 2).shape, dtype=torch.float64)
-    expected = derivative.forward(derivative.adjoint(output))
-    torch.testing.assert_close(derivative.forward_adjoint(output), expected)
-    assert ("_query_products" in vars(derivative)) == (2 * num_queries <= 2 * 4)

@@ -27,6 +27,27 @@ def test_a_computation_goes_on_where_it_was_left():
     assert end.value.value == [2, 4]
 
 
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_a_computation_that_fails_or_is_given_up_ends_where_it_waits(is_given_up):
+    ended = []
+
+    def run():
+        try:
+            may_pause()
+            raise ValueError("no")
+        finally:
+            ended.append(True)
+
+    pieces = in_pieces(run)
+    next(pieces)
+    if is_given_up:
+        pieces.close()
+    else:
+        with pytest.raises(ValueError, match="no"):
+            next(pieces)
+    assert ended == [True]
+
+
 def test_what_must_not_wait_does_not():
     def run() -> str:
         with uninterrupted():
@@ -39,32 +60,6 @@ def test_what_must_not_wait_does_not():
 
     with uninterrupted():  # nor does anything outside
         assert list(in_pieces(run)) == [4]
-
-
-def test_errors_reach_whoever_asks_for_the_next_piece():
-    def fail():
-        may_pause()
-        raise ValueError("no")
-
-    pieces = in_pieces(fail)
-    next(pieces)
-    with pytest.raises(ValueError, match="no"):
-        next(pieces)
-
-
-def test_a_computation_that_is_given_up_ends_where_it_waits():
-    ended = []
-
-    def run():
-        try:
-            may_pause()
-        finally:
-            ended.append(True)
-
-    pieces = in_pieces(run)
-    next(pieces)
-    pieces.close()
-    assert ended == [True]
 
 
 def test_sources_are_cut_only_where_they_may_wait(monkeypatch):

@@ -94,16 +94,3 @@ def test_a_plugin_may_call_operators_when_it_is_imported(packages: Path, first: 
 def test_importing_policies_loads_no_plugin(packages: Path) -> None:
     code = "import sys, vllm_kvmerge.policies as p; print('kvmerge_oldest' in sys.modules, 'oldest' in p.PRESETS)"
     assert run("-c", code, packages=packages, from_scratch=True).stdout == "False False\n"
-
-
-def test_a_server_may_allow_a_plugins_policy(packages: Path) -> None:
-    code = "from vllm_kvmerge.engine.arguments import PluginConfig; PluginConfig(allowed_policies=['oldest'])"
-    done = run("-c", code, packages=packages)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_plugin_may_be_imported_first(packages: Path) -> None:
-    code = "import kvmerge_oldest; from vllm_kvmerge.policies import PRESETS; print(PRESETS['oldest'].selector)"
-    done = run("-c", code, packages=packages, from_scratch=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "oldest\n", "")

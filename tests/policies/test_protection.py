@@ -8,52 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, newest_queries, random_entries, rope
-from vllm_kvmerge.policies import PRESETS, CacheUpdate, CompressionContext, CompressionPolicy, Entries, Heads
+from tests.policies.every import REQUESTS, context_for, entries_for, name_of, policy_of, small_policy
+from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, random_entries
+from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.mergers import AttentionMatchingMerger, DropMerger
 from vllm_kvmerge.policies.protection import count_below, disjoint, within
 from vllm_kvmerge.policies.selectors import Recent, WindowTopK
 from vllm_kvmerge.policies.trackers import NoTracker, SumTracker
-from vllm_kvmerge.request.parameters import parse_compression
-
-REQUESTS = [
-    *({"policy": name} for name in PRESETS),
-    {"policy": "snapkv", "merger": "attention_matching"},
-    {"policy": "snapkv", "merger": "zip", "merge_threshold": -1.0},
-    {"policy": "kvmerger", "merge_threshold": -1.0},
-    {"policy": "asymkv", "merge_first": False},
-    {"policy": "snapkv", "allocator": "threshold", "threshold": 0.02},
-    {"policy": "zsmerge", "allocator": "adaptive"},
-]
-SMALL = {"window_size": 4, "recent_window": 3, "num_sink_tokens": 2, "score_window": 8}
-RANGES = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 8)).map(lambda r: (r[0], sum(r))), min_size=1, max_size=3
-)
 
 
-def policy_of(request: dict, ranges) -> CompressionPolicy:
-    """The request's policy with small windows, as far as its parts have them."""
-    default = parse_compression(request).policy
-    fields = {name for part in default.parts for name in type(part).model_fields}
-    if "recent_window" in fields and request["policy"] == "morphkv":
-        fields -= {"num_sink_tokens"}
-    small = {name: value for name, value in SMALL.items() if name in fields and request["policy"] != "tova"}
-    policy = parse_compression({**small, **request}).policy
-    return policy.model_copy(update={"protect": disjoint(ranges)})
-
-
-def context_of(policy: CompressionPolicy, entries: Entries, budget: int, num_tokens: int, **options):
-    num_heads, n, head_size = entries.keys.shape
-    capacity = policy.capacity(budget)
-    context = CompressionContext.of_layer(
-        entries, budget, num_tokens, capacity=n if capacity is None else min(capacity, n),
-        queries=newest_queries(torch.randn(num_heads, 2, max(1, min(policy.query_window, n)), head_size), num_tokens),
-        output_weights=torch.randn(num_heads, 2, 12, head_size), rotation=rope(head_size), **options,
-    )  # fmt: skip
-    context = replace(context, heads=Heads.of([0, 1], [0], 2, gather=lambda tensor: tensor))
-    if policy.allocator.has_layer_statistic:
-        context = replace(context, layer_statistics=policy.layer_statistic(entries, context).expand(2, -1))
-    return context
+def ranges_of(most: int, max_size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Starting at up to 40, of up to ``most`` tokens each."""
+    lengths = st.tuples(st.integers(0, 40), st.integers(1, most))
+    return st.lists(lengths.map(lambda r: (r[0], sum(r))), max_size=max_size)
 
 
 def protected_entries(policy: CompressionPolicy, entries: Entries) -> Entries:
@@ -62,33 +29,27 @@ def protected_entries(policy: CompressionPolicy, entries: Entries) -> Entries:
     return entries.take(order[:, : int(within(policy.protect, entries.positions).sum(1).max())])
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: "-".join(map(str, request.values())))
+@pytest.mark.parametrize("request_", REQUESTS, ids=name_of)
 @examples(4)
-@given(SEEDS, RANGES, st.data())
+@given(SEEDS, ranges_of(8, 3), st.data())
 def test_protected_entries_stay_bit_for_bit(request_, seed, ranges, data):
-    torch.manual_seed(seed)
-    policy, n = policy_of(request_, ranges), 64
-    entries = random_entries(seed, num_heads=2, n=n)
-    entries.aux.fill_(1.0 if policy.tracker.mode in ("log_ema", "mean") else 0.0)
+    policy, n = small_policy(request_).model_copy(update={"protect": disjoint(ranges)}), 64
+    entries = entries_for(policy, seed, 2, n)
     if data.draw(st.booleans()):
-        dead = torch.rand(2, n) < 0.2
+        dead = torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < 0.2
         entries.kill(dead & ~within(policy.protect, entries.positions))
     budget = data.draw(st.integers(policy.min_budget, 56))
     before = protected_entries(policy, entries)
     assert before.is_live.all() and len(before) == policy.num_protected
-    num_tokens = n
-    for step in range(3):
-        context = context_of(policy, entries, budget, num_tokens, at_prompt_end=step == 0)
+    for num_tokens in (n, n + 12, n + 24):
+        context = context_for(policy, entries, budget, num_tokens, at_prompt_end=num_tokens == n, by_layer=True)
         untouched = entries.clone()
         result = policy.compress(entries, context)
         assert_same(entries, untouched)
         assert_sound(result.entries, context.capacity)
         assert_same(protected_entries(policy, result.entries), before)
         assert result.num_merged >= 0 and result.num_evicted >= 0
-        fresh = random_entries(seed + step, num_heads=2, n=12)
-        fresh.aux.fill_(1.0 if policy.tracker.mode in ("log_ema", "mean") else 0.0)
-        fresh.positions += num_tokens
-        entries, num_tokens = concatenate(result.entries, fresh), num_tokens + 12
+        entries = concatenate(result.entries, entries_for(policy, seed + num_tokens, 2, 12, first=num_tokens))
 
 
 @pytest.mark.parametrize("merger", [DropMerger(), AttentionMatchingMerger()], ids=lambda merger: merger.name)
@@ -100,8 +61,7 @@ def test_the_others_are_compressed_as_if_they_were_alone(merger, ranges):
     policy = alone.model_copy(update={"protect": ranges})
     count, is_protected = policy.num_protected, within(ranges, entries.positions)
     assert policy.min_budget == alone.min_budget + count
-    context = context_of(policy, entries, 40, 64, at_prompt_end=True)
-    context = replace(context, heads=Heads.of([0], [0, 1, 2, 3], 1, gather=lambda tensor: tensor))
+    context = context_for(policy, entries, 40)
     hidden = entries.without(is_protected)
     for shares in (None, [40, 40, 40, 40], [30, 50, 45, 25]):
         some = replace(context, shares=shares, capacity=max(shares or [40]))
@@ -120,19 +80,18 @@ def test_the_others_are_compressed_as_if_they_were_alone(merger, ranges):
         assert (result.num_merged, result.num_evicted) == (expected.num_merged, expected.num_evicted)
 
 
-def test_budgets_of_layers_and_heads_hold_all_protected_entries():
-    for allocator in ("pyramid", "adaptive", "variance", "threshold"):
-        request = {"policy": "snapkv", "window_size": 4, "allocator": allocator, "budget": 30}
-        policy = parse_compression({**request, "protect": {"tokens": [[0, 12], [20, 25]]}}).policy
-        assert policy.min_budget == 17 + 5
-        layers = policy.layer_budgets(30, 90, 6)
-        if layers is not None:
-            assert min(layers) >= 22 and sum(layers) == 180 and max(layers) <= policy.capacity(30)
-        entries = random_entries(1, num_heads=2, n=90)
-        entries.scores[1] = torch.eye(90)[3]  # all of its attention is on a token that is protected or not alike
-        context = context_of(policy, entries, 30, 90, at_prompt_end=True)
-        budgets = policy.head_budgets(entries, context)
-        assert min(budgets) >= 22 and max(budgets) <= policy.capacity(30)
+@pytest.mark.parametrize("allocator", ["pyramid", "adaptive", "variance", "threshold"])
+def test_budgets_of_layers_and_heads_hold_all_protected_entries(allocator):
+    request = {"policy": "snapkv", "window_size": 4, "allocator": allocator, "budget": 30}
+    policy = policy_of(request | {"protect": {"tokens": [[0, 12], [20, 25]]}})
+    assert policy.min_budget == 17 + 5
+    layers = policy.layer_budgets(30, 90, 6)
+    if layers is not None:
+        assert min(layers) >= 22 and sum(layers) == 180 and max(layers) <= policy.capacity(30)
+    entries = random_entries(1, num_heads=2, n=90)
+    entries.scores[1] = torch.eye(90)[3]  # all of its attention is on a token that is protected or not alike
+    budgets = policy.head_budgets(entries, context_for(policy, entries, 30, by_layer=True))
+    assert min(budgets) >= 22 and max(budgets) <= policy.capacity(30)
 
 
 class Reckless(DropMerger):
@@ -156,7 +115,7 @@ def test_a_part_that_ignores_protection_cannot_break_it():
     assert (result.positions.sort(1).values == torch.tensor([*range(2, 9), *range(27, 40)])).all()
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)).map(lambda r: (r[0], sum(r))), max_size=5))
+@given(ranges_of(9, 5))
 def test_ranges(ranges):
     apart, tokens = disjoint(ranges), {token for start, end in ranges for token in range(start, end)}
     assert {token for start, end in apart for token in range(start, end)} == tokens

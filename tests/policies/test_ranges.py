@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, assert_sound, newest_queries, random_entries, rope
-from vllm_kvmerge.ops import ScoreMode
+from tests.policies.every import context_for, entries_for
+from tests.policies.sampling import SEEDS, assert_sound, random_entries
 from vllm_kvmerge.policies import (
     ALLOCATORS,
     MAX_TOKENS,
@@ -20,7 +20,6 @@ from vllm_kvmerge.policies import (
     PRESETS,
     CompressionContext,
     CompressionPolicy,
-    Entries,
     Heads,
 )
 from vllm_kvmerge.policies.allocators.variance import Variance
@@ -117,40 +116,21 @@ def test_counts_of_any_part(name, data, budget):
 @given(SEEDS, st.data(), st.booleans())
 def test_any_values_compress(preset, seed, data, at_prompt_end):
     policy, n = data.draw(policies(preset)), 24
-    entries = random_entries(seed, num_heads=2, n=n, num_dead=data.draw(st.integers(0, 3)))
-    if policy.tracker.mode != ScoreMode.SUM:
-        entries.aux = torch.where(entries.is_live, 1.0, 0.0)
-    if policy.min_budget >= n:
-        return
-    budget = data.draw(st.integers(policy.min_budget, n - 1))
-    capacity = policy.allocator.capacity(budget)
-    window = min(policy.query_window, n)
-    generator = torch.Generator().manual_seed(seed)
-    context = CompressionContext.of_layer(
-        entries,
-        budget,
-        n,
-        at_prompt_end,
-        capacity=n if capacity is None else min(capacity, n),
-        queries=newest_queries(torch.randn(2, 2, window, 8, generator=generator), n) if window else None,
-        output_weights=torch.randn(2, 2, 5, 8, generator=generator),
-        rotation=rope(8),
-    )
-    context = replace(context, heads=Heads.of([0, 1], [0], 2, gather=lambda tensor: tensor))
-    if policy.allocator.has_layer_statistic:
-        statistic = policy.layer_statistic(entries, context)
-        context = replace(context, layer_statistics=statistic.expand(2, -1))
-    # The rows of dead entries hold NaN, which no part may let through.
-    assert_sound(policy.compress(entries, context).entries, context.capacity)
+    entries = entries_for(policy, seed, 2, n, data.draw(st.integers(0, 3)))
+    if policy.min_budget < n:
+        budget = data.draw(st.integers(policy.min_budget, n - 1))
+        context = context_for(policy, entries, budget, at_prompt_end=at_prompt_end, by_layer=True)
+        # The rows of dead entries hold NaN, which no part may let through.
+        assert_sound(policy.compress(entries, context).entries, context.capacity)
 
 
-def context_of_layers(entries: Entries, budget: int, statistics: torch.Tensor, **fields: object) -> CompressionContext:
-    """Each row is a layer's only head. statistics: ``[num_layers]``."""
+def budgets_of_layers(allocator: Allocator, n: int, budget: int, statistics: torch.Tensor, least: int) -> list[int]:
+    """Of one head in each layer. statistics: ``[num_layers]``."""
     num_layers = len(statistics)
-    statistics = statistics.expand(num_layers, -1)
-    context = CompressionContext.of_layer(entries, budget, len(entries), True, layer_statistics=statistics, **fields)
+    entries, spread = random_entries(0, num_heads=num_layers, n=n), statistics.expand(num_layers, -1)
+    context = CompressionContext.of_layer(entries, budget, n, True, layer_statistics=spread, min_budget=least)
     heads = Heads.of(list(range(num_layers)), [0], num_layers, gather=lambda tensor: tensor)
-    return replace(context, heads=heads)
+    return list(allocator.head_budgets(entries, entries.scores, replace(context, heads=heads)))
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
@@ -161,24 +141,21 @@ def test_any_split(name, seed, data, num_layers):
     allocator = data.draw(parts(ALLOCATORS[name]))
     least = data.draw(st.integers(1, 20))
     budget = data.draw(st.integers(least, 60))
-    entries = random_entries(seed, num_heads=num_layers, n=64)
     # From nothing to inf and NaN, which attention may come to.
     powers = torch.rand(num_layers, generator=torch.Generator().manual_seed(seed))
     powers *= data.draw(st.sampled_from([0.0, 1.0, 300.0, math.nan]))
     statistics = torch.zeros(num_layers)
     statistics[0] = data.draw(st.sampled_from([0.0, 1e-30, 2.0**48]))
     statistics = data.draw(st.sampled_from([statistics, torch.exp2(powers - 150)]))
-    context = context_of_layers(entries, budget, statistics, min_budget=least)
-    budgets = allocator.head_budgets(entries, entries.scores, context)
+    budgets = budgets_of_layers(allocator, 64, budget, statistics, least)
     capacity = allocator.capacity(budget)
     assert len(budgets) == num_layers and all(int(some) == some for some in budgets)
-    assert max(budgets) <= (len(entries) if capacity is None else capacity)
+    assert max(budgets) <= (64 if capacity is None else capacity)
     if name == "variance":
         assert sum(budgets) == budget * num_layers and min(budgets) >= min(least, budget)
 
 
 def test_one_layer_with_all_of_the_variance():
     """Its weight, exp(-num_layers), is 0 in float64, and nothing may be left over for it to be divided by."""
-    entries = random_entries(0, num_heads=1024, n=20)
-    context = context_of_layers(entries, 10, torch.tensor([1.0] + [0.0] * 1023))
-    assert Variance(max_share=1.0).head_budgets(entries, entries.scores, context) == [10] * 1024
+    statistics = torch.tensor([1.0] + [0.0] * 1023)
+    assert budgets_of_layers(Variance(max_share=1.0), 20, 10, statistics, 0) == [10] * 1024

@@ -1,112 +1,174 @@
 """Selectors against loops over heads and entries."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch import Tensor
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, random_entries
-from vllm_kvmerge.policies import DEAD, CompressionContext, Entries, Selector
-from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent, WindowTopK
+from tests.policies.sampling import SEEDS, as_worker, concatenate, in_layer, live, random_entries
+from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries, Selector, noise
+from vllm_kvmerge.policies.mergers import DropMerger
+from vllm_kvmerge.policies.noise import uniform
+from vllm_kvmerge.policies.selectors import (
+    HeavyHitter,
+    KeyDiff,
+    KeyNorm,
+    RandomKeep,
+    Recent,
+    RedundancyAware,
+    SinkRecent,
+    Tova,
+    WindowTopK,
+)
+from vllm_kvmerge.policies.trackers import SumTracker
 
-Head = list[tuple[int, float]]
-"""Position and importance of one head's live entries."""
+SINKS, WINDOWS = st.integers(0, 3), st.integers(0, 4)
 
 
-def run(selector: Selector, entries: Entries, budget: int, num_slots: int = 0) -> list[set[int]]:
+def select(selector: Selector, entries: Entries, context: CompressionContext) -> list[set[int]]:
     """Positions kept per head, after checks that hold for every selector."""
-    context = CompressionContext.of_layer(
-        entries, budget, num_tokens=len(entries), at_prompt_end=True, num_slots=num_slots
-    )
     protected = selector.protected(entries, context)
-    importance = entries.scores
-    kept = selector.select(entries, importance, protected, context)
-    assert kept.shape == entries.positions.shape and kept.dtype == torch.bool
-    assert (kept.sum(1) == budget - num_slots).all()
-    assert torch.equal(kept, selector.select(entries, importance, protected, context))
-    assert not (protected & ~entries.is_live).any()
+    kept = selector.select(entries, entries.scores, protected, context)
+    assert kept.dtype == torch.bool and (kept.sum(1) == context.num_kept).all()
+    assert not (protected & ~kept).any() and not (protected & ~entries.is_live).any()
     num_live_kept = (kept & entries.is_live).sum(1)
-    assert torch.equal(num_live_kept, entries.is_live.sum(1).clamp(max=budget - num_slots)), "live before dead"
+    assert torch.equal(num_live_kept, entries.is_live.sum(1).clamp(max=context.num_kept)), "live before dead"
     return [set(row) - {DEAD} for row in entries.positions.masked_fill(~kept, DEAD).tolist()]
 
 
-def heads(entries: Entries) -> list[Head]:
-    rows = zip(entries.positions.tolist(), entries.scores.tolist(), strict=True)
-    return [[(p, s) for p, s in zip(*row, strict=True) if p != DEAD] for row in rows]
+def pooled(values: list[float], reach: int, first: int, last: int) -> list[float]:
+    """The largest of each value's neighbours from ``first`` to ``last``."""
+    return [max(values[max(first, i - reach) : min(last, i + reach + 1)], default=0.0) for i in range(len(values))]
 
 
-def best(candidates: Head, count: int) -> set[int]:
-    ranked = sorted(candidates, key=lambda entry: entry[1], reverse=True)
-    return {position for position, _ in ranked[: max(0, count)]}
+# Rankings of a head's live entries, in their order, of which those from ``end`` on are the window.
 
 
-def newest(head: Head, count: int) -> set[int]:
-    return set(sorted((position for position, _ in head), reverse=True)[: max(0, count)])
+def by_position(selector: Recent, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
+    return entries.positions[head, order].tolist()
 
 
-def heavy_hitters(head: Head, num_sinks: int, num_recent: int, budget: int) -> set[int]:
-    protected = {p for p, _ in head if p < num_sinks} | newest(head, num_recent)
-    others = [entry for entry in head if entry[0] not in protected]
-    return protected | best(others, budget - len(protected))
+def by_score(selector: HeavyHitter, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
+    return entries.scores[head, order].tolist()
 
 
-def pooled_scores(head: Head, window: int, kernel: int) -> Head:
-    prefix = sorted(entry for entry in head if entry[0] not in newest(head, window))
-    reach = kernel // 2
-    return [
-        (position, max(score for _, score in prefix[max(0, i - reach) : i + reach + 1]))
-        for i, (position, _) in enumerate(prefix)
-    ]
+def by_pooled_score(selector: WindowTopK, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
+    return pooled(entries.scores[head, order].tolist(), selector.kernel_size // 2, 0, end)
 
 
-@examples(40)
-@given(SEEDS, st.integers(1, 3), st.integers(2, 24), st.data())
-def test_recent_and_sinks(seed, num_heads, n, data):
-    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
-    budget = data.draw(st.integers(1, n))
-    assert run(Recent(), entries, budget) == [newest(head, budget) for head in heads(entries)]
-    num_sinks = data.draw(st.integers(0, budget - 1))
-    expected = [
-        heavy_hitters(head, num_sinks, budget - sum(p < num_sinks for p, _ in head), budget) for head in heads(entries)
-    ]
-    assert run(SinkRecent(num_sink_tokens=num_sinks), entries, budget) == expected
+def by_norm(selector: KeyNorm, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
+    return (-entries.keys[head, order].norm(dim=-1)).tolist()
 
 
+def by_difference(selector: KeyDiff, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
+    keys = torch.nn.functional.normalize(entries.keys[head, order].double(), dim=-1)
+    return (-torch.cosine_similarity(keys, keys.mean(0, keepdim=True))).tolist()
+
+
+def by_mean_score(selector: Tova, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
+    return entries.scores.mean(0)[order].tolist()
+
+
+def by_draw(selector: RandomKeep, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
+    context = CompressionContext.of_layer(entries, 1, len(entries), at_prompt_end=True, layer=2)
+    return uniform(selector.seed, entries, context)[head, order].tolist()
+
+
+def by_redundancy(selector: RedundancyAware, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
+    n = len(order)
+    keys = torch.nn.functional.normalize(entries.keys[head, order].double(), dim=-1)
+    attention = (entries.scores[head, order].double() / entries.scores[head, order].double().sum()).tolist()
+    attention[end:] = [0.0] * (n - end)
+    counted = (keys @ keys.T).fill_diagonal_(0.0)
+    for row in counted:
+        similar = (row > selector.redundancy_threshold).nonzero()
+        if len(similar):
+            row[similar.max()] = 0.0
+    redundancy = counted.mean(0).softmax(0).tolist()
+    share = selector.attention_share
+    both = zip(pooled(attention, selector.pooling_reach, 0, n), redundancy, strict=True)
+    return [share * a - (1 - share) * r for a, r in both]
+
+
+CASES = {
+    "local": (st.builds(Recent), by_position),
+    "streaming_llm": (st.builds(SinkRecent, num_sink_tokens=SINKS), by_position),
+    "h2o": (
+        st.builds(
+            HeavyHitter,
+            num_sink_tokens=SINKS,
+            recent_window=st.none() | WINDOWS,
+            recent_share=st.sampled_from([0.1, 0.25, 0.5, 0.9]),
+        ),
+        by_score,
+    ),
+    "snapkv": (
+        st.builds(WindowTopK, window_size=st.integers(1, 9), kernel_size=st.sampled_from([1, 3, 7, 255])),
+        by_pooled_score,
+    ),
+    "knorm": (st.builds(KeyNorm, num_sink_tokens=SINKS, recent_window=WINDOWS), by_norm),
+    "keydiff": (st.builds(KeyDiff, num_sink_tokens=SINKS, recent_window=WINDOWS), by_difference),
+    "tova": (st.builds(Tova, recent_window=WINDOWS), by_mean_score),
+    "random": (st.builds(RandomKeep, seed=SEEDS, recent_window=WINDOWS), by_draw),
+    "rkv": (
+        st.builds(
+            RedundancyAware,
+            recent_window=WINDOWS,
+            attention_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+            redundancy_threshold=st.sampled_from([0.0, 0.3, 0.5]),
+            pooling_reach=st.sampled_from([0, 1, 3]),
+        ),
+        by_redundancy,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
 @examples(60)
-@given(SEEDS, st.integers(1, 3), st.integers(2, 24), st.data())
-def test_heavy_hitter(seed, num_heads, n, data):
-    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
-    num_sinks = data.draw(st.integers(0, n - 2))
-    window = data.draw(st.none() | st.integers(0, n - 1 - num_sinks))
-    share = data.draw(st.sampled_from([0.1, 0.25, 0.5, 0.9]))
-    selector = HeavyHitter(num_sink_tokens=num_sinks, recent_window=window, recent_share=share)
-    budget = data.draw(st.integers(selector.min_budget, n))
+@given(SEEDS, st.integers(1, 3), st.integers(1, 28), st.data())
+def test_what_is_protected_and_what_ranks_highest_stays(name, seed, num_heads, more, data):
+    strategy, ranking = CASES[name]
+    selector = data.draw(strategy)
+    n = selector.min_budget + more
+    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n - 1)))
+    if name == "tova":  # whose heads hold the same tokens in the same places, wherever it alone has chosen
+        entries = replace(entries, positions=entries.positions[:1].repeat(num_heads, 1))
+        entries.scores.nan_to_num_(nan=0.0)
+    budget = data.draw(st.integers(selector.min_budget, n - 1))
     num_slots = data.draw(st.integers(0, budget - selector.min_budget))
-    num_kept = budget - num_slots
-    num_recent = window
-    if num_recent is None:  # The share is of the whole budget; sinks and one heavy hitter come first.
-        num_recent = max(1, min(int(share * budget), num_kept - num_sinks - 1))
-    expected = [heavy_hitters(head, num_sinks, num_recent, num_kept) for head in heads(entries)]
-    assert run(selector, entries, budget, num_slots) == expected
+    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True, layer=2, num_slots=num_slots)
+    num_sinks, num_kept = getattr(selector, "num_sink_tokens", 0), budget - num_slots
+    window = getattr(selector, "window_size", getattr(selector, "recent_window", 0))
+    assert selector.min_budget == num_sinks + (1 if window is None else window) + 1
+    if window is None:  # The share is of the whole budget; sinks and one heavy hitter come first.
+        window = max(1, min(int(selector.recent_share * budget), num_kept - num_sinks - 1))
+    for head, kept in enumerate(select(selector, entries, context)):
+        order = live(entries, head)
+        positions, end = entries.positions[head, order].tolist(), max(0, len(order) - window)
+        ranks = dict(zip(positions, ranking(selector, entries, head, order, end), strict=True))
+        protected = {p for p in positions if p < num_sinks} | set(positions[end:])
+        assert protected <= kept
+        others = sorted((ranks[p] for p in positions if p not in protected), reverse=True)
+        # Rankings that differ by rounding alone may be taken for one another.
+        chosen = sorted((ranks[p] for p in kept - protected), reverse=True)
+        assert chosen == pytest.approx(others[: max(0, num_kept - len(protected))], rel=1e-4, abs=1e-6)
 
 
-@examples(60)
-@given(SEEDS, st.integers(1, 3), st.integers(2, 32), st.data())
-def test_window_topk(seed, num_heads, n, data):
-    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
-    window = data.draw(st.integers(1, n - 1))
-    kernel = data.draw(st.sampled_from([1, 3, 7, 255]))
-    selector = WindowTopK(window_size=window, kernel_size=kernel)
-    budget = data.draw(st.integers(selector.min_budget, n))
-    for kept, head in zip(run(selector, entries, budget), heads(entries), strict=True):
-        recent = newest(head, window)
-        assert recent <= kept
-        pooled = dict(pooled_scores(head, window, kernel))
-        # Neighbours of one maximum tie: which of them stays is free, their scores are not.
-        expected = sorted(pooled.values(), reverse=True)[: budget - len(recent)]
-        assert sorted((pooled[position] for position in kept - recent), reverse=True) == expected
+def test_tova_counts_dead_entries_as_unused():
+    entries = random_entries(0, num_heads=2, n=5)
+    entries.positions.copy_(torch.arange(5))
+    entries.scores.copy_(torch.tensor([[3.0, 1.0, 2.0, 2.5, 0.0], [0.0, 1.0, 2.0, 2.5, 0.0]]))
+    entries.positions[1, 0], entries.scores[1, 0] = DEAD, torch.nan
+    context = CompressionContext.of_layer(entries, 3, 5, at_prompt_end=False)
+    assert select(Tova(), entries, context) == [{2, 3, 4}, {2, 3, 4}]
+    entries.scores[0, 0] = 5.0
+    assert select(Tova(), entries, context) == [{0, 3, 4}, {2, 3, 4}]
 
 
 def test_pooling_stops_at_the_window_and_skips_dead_entries():
@@ -115,38 +177,49 @@ def test_pooling_stops_at_the_window_and_skips_dead_entries():
     entries.scores[:] = torch.arange(20.0, 0.0, -1.0)
     entries.scores[:, 16:] = 1000.0  # The window's own scores are large.
     entries.scores[:, 10] = 500.0
-    dead = torch.zeros_like(entries.is_live)
-    dead[:, 11:13] = True
-    entries.kill(dead)
-    assert run(WindowTopK(window_size=4, kernel_size=3), entries, budget=8) == [{16, 17, 18, 19, 9, 10, 13, 0}]
-
-
-def test_ties_go_to_the_lower_index():
-    entries = random_entries(0, num_heads=2, n=40)
-    entries.scores.fill_(0.5)
-    selector = HeavyHitter(num_sink_tokens=0, recent_window=0)
-    context = CompressionContext.of_layer(entries, budget=20, num_tokens=40, at_prompt_end=False)
-    kept = selector.select(entries, entries.scores, selector.protected(entries, context), context)
-    assert torch.equal(kept, (torch.arange(40) < 20).expand(2, -1))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("selector", [HeavyHitter(num_sink_tokens=1), WindowTopK(window_size=3)])
-def test_scores_that_are_not_finite_keep_live_before_dead(selector, value):
-    entries = random_entries(1, n=16, num_dead=6)
-    entries.scores[:, ::3] = value
-    run(selector, entries, budget=8)
-
-
-def test_min_budget_is_one_more_than_what_is_protected():
-    assert Recent().min_budget == 1
-    assert SinkRecent().min_budget == 5
-    assert HeavyHitter().min_budget == 6
-    assert HeavyHitter(num_sink_tokens=2, recent_window=8).min_budget == 11
-    assert WindowTopK().min_budget == 33
+    entries.kill((torch.arange(20) > 10) & (torch.arange(20) < 13) & entries.is_live)
+    context = CompressionContext.of_layer(entries, 8, 20, at_prompt_end=True)
+    assert select(WindowTopK(window_size=4, kernel_size=3), entries, context) == [{16, 17, 18, 19, 9, 10, 13, 0}]
 
 
 @pytest.mark.parametrize("kernel_size", [0, 2, -1, 257, 3.0])
 def test_kernel_size_is_odd(kernel_size):
     with pytest.raises(ValidationError):
         WindowTopK(kernel_size=kernel_size)
+
+
+def test_random_numbers_are_uniform_and_differ_between_seeds_layers_and_heads():
+    n = 20_000
+    entries = random_entries(0, num_heads=3, n=n, head_size=1)
+    entries.positions.copy_(torch.arange(n))
+    context = CompressionContext.of_layer(entries, 10, n, at_prompt_end=True)
+    draws = uniform(0, entries, context)
+    others: list[Tensor] = [uniform(1, entries, context)[0], uniform(0, entries, in_layer(context, 1))[0]]
+    streams = torch.stack([*draws, *others, draws[0].roll(1)])
+    assert streams.min() >= 0 and streams.max() < 1
+    for stream in streams:
+        chi_squared = ((torch.histc(stream, bins=20, min=0.0, max=1.0) - n / 20) ** 2 / (n / 20)).sum()
+        assert chi_squared < 45  # 0.9993 quantile for 19 degrees of freedom
+    assert (torch.corrcoef(streams) - torch.eye(len(streams))).abs().max() < 4.5 / math.sqrt(n)
+    assert torch.equal(uniform(0, entries.of_rows([2, 1]), as_worker(context, [2, 1])), draws[[2, 1]])
+
+
+def test_random_numbers_are_splitmix64():
+    first_outputs = {0: 0xE220A8397B1DCDAF, 1: 0x910A2DEC89025CC1}
+    mixed = noise._mix(torch.tensor(list(first_outputs)))
+    assert [value % (1 << 64) for value in mixed.tolist()] == list(first_outputs.values())
+
+
+def test_random_stays_a_uniform_sample_of_all_tokens():
+    policy = CompressionPolicy(tracker=SumTracker(), selector=RandomKeep(), merger=DropMerger())
+    num_heads, total, budget = 200, 120, 30
+    stream = random_entries(0, num_heads, total, head_size=1)
+    stream.positions.copy_(torch.arange(total))
+    entries = stream.take(torch.arange(40).expand(num_heads, -1))
+    for seen in range(40, total + 10, 10):
+        entries = policy.compress(entries, CompressionContext.of_layer(entries, budget, seen, seen == 40)).entries
+        if seen < total:
+            entries = concatenate(entries, stream.take(torch.arange(seen, seen + 10).expand(num_heads, -1)))
+    share = torch.bincount(entries.positions.flatten(), minlength=total)[: total - 1] / num_heads
+    expected = (budget - 1) / (total - 1)
+    assert (share - expected).abs().max() < 4.5 * math.sqrt(expected * (1 - expected) / num_heads)

@@ -1,62 +1,13 @@
-"""What a compression changes: index arithmetic by brute force, and places that entries keep."""
+"""What a compression changes."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, random_entries, random_update, stack_rows
-from tests.policies.test_baselines import built
-from tests.policies.test_composition import context_for, entries_for
-from vllm_kvmerge.policies import DEAD, PRESETS, CacheUpdate
-from vllm_kvmerge.policies.indexing import (
-    by_position,
-    in_place,
-    inverse,
-    largest,
-    newest,
-    padded_nonzero,
-    select,
-)
-
-
-@examples(100)
-@given(SEEDS, st.integers(1, 3), st.integers(1, 20), st.data())
-def test_index_arithmetic_by_brute_force(seed, num_heads, n, data):
-    generator = torch.Generator().manual_seed(seed)
-    ranking = torch.randint(0, 5, (num_heads, n), generator=generator)
-    ranking = ranking.float() if data.draw(st.booleans()) else ranking
-    if ranking.is_floating_point():
-        ranking = ranking.masked_fill(ranking == 4, torch.inf).masked_fill(ranking == 0, -torch.inf)
-    count = data.draw(st.integers(0, n))
-    mask = largest(ranking, count)
-    for row, values in zip(mask.tolist(), ranking.tolist(), strict=True):
-        expected = sorted(range(n), key=lambda i: (-values[i], i))[:count]
-        assert [i for i in range(n) if row[i]] == sorted(expected)
-    for row, index in zip(mask.tolist(), in_place(mask, count).tolist(), strict=True):
-        assert sorted(index) == [i for i in range(n) if row[i]]
-        assert all(index[i] == i for i in range(count) if row[i])
-        moved = [index[i] for i in range(count) if not row[i]]
-        assert moved == sorted(moved) and all(i >= count for i in moved)
-    some = torch.rand(num_heads, n, generator=generator) < 0.4
-    for row, index in zip(some.tolist(), padded_nonzero(some).tolist(), strict=True):
-        assert [i for i in index if i >= 0] == [i for i in range(n) if row[i]]
-        assert index == sorted(index, key=lambda i: (i < 0, i))
-    index = padded_nonzero(some, n)
-    where = inverse(index, n)
-    assert torch.equal(select(index, where), torch.arange(n).masked_fill(~some, -1))
-
-
-@examples(50)
-@given(SEEDS, st.integers(1, 3), st.integers(1, 20), st.data())
-def test_order_and_newest(seed, num_heads, n, data):
-    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n)))
-    assert torch.equal(by_position(entries), entries.positions.argsort(dim=1, stable=True))
-    count = data.draw(st.integers(0, n))
-    for row, positions in zip(newest(entries, count).tolist(), entries.positions.tolist(), strict=True):
-        live = sorted((p for p in positions if p != DEAD), reverse=True)
-        assert {p for p, new in zip(positions, row, strict=True) if new} == set(live[:count])
+from vllm_kvmerge.policies import DEAD, CacheUpdate
+from vllm_kvmerge.policies.indexing import inverse
 
 
 @examples(60)
@@ -108,21 +59,6 @@ def test_heads_of_several_outcomes():
     expected = stack_rows([o.apply(e) for o, e in zip(updates, entries, strict=True)])
     assert_same(whole.apply(stacked), expected)
     assert_same(whole.of_rows([4, 1]).apply(stacked.of_rows([4, 1])), expected.of_rows([4, 1]))
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_entries_that_stay_keep_their_places(name):
-    policy = built(PRESETS[name])
-    budget = policy.min_budget + 20
-    n = policy.allocator.capacity(budget) + 16
-    entries = entries_for(policy, 5, 2, n, num_dead=0)
-    result = policy.compress(entries, context_for(policy, entries, budget))
-    kept, capacity = result.update.kept, result.update.kept.shape[1]
-    assert capacity == n - 16
-    where = {(head, int(e)): place for head in range(2) for place, e in enumerate(kept[head]) if e >= 0}
-    assert all(place == e for (_, e), place in where.items() if e < capacity)
-    # Whatever moved was changed or comes from behind.
-    assert ((kept == torch.arange(capacity)) | (kept < 0) | (kept >= capacity)).all()
 
 
 @examples(60)

@@ -24,7 +24,7 @@ def test_everything_is_listed_and_is_json() -> None:
 def test_a_preset_is_what_a_request_that_spells_it_out_gets(preset: dict) -> None:
     spelled_out = {"policy": preset["name"], "decode": preset["decode"], **preset["parts"], **preset["defaults"]}
     full, short = (parse_compression(request) for request in (spelled_out, {"policy": preset["name"]}))
-    assert full is not None and short is not None
+    assert full is not None and short is not None and (short.budget, short.interval) == (0.2, None)
     assert full.model_copy(update={"text": short.text}) == short
     assert preset["source"]
 

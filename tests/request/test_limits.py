@@ -110,39 +110,32 @@ def test_positions_that_are_taken(fields: dict[str, Any], prompt: int, max_token
     limits.check(asked.model_copy(update={"positions": "text"}), prompt, max_tokens)
 
 
-@pytest.mark.parametrize(
-    ("policy", "fields", "param"),
-    [
-        ("h2o", {"positions": "cache"}, "positions"),
-        ("kvzip", {}, "tracker"),
-    ],
+WINDOWS = replace(
+    LIMITS,
+    shape=replace(DEMO, has_windows=True, window_rotation_obstacle="declares no RoPE of its chunked-local layers"),
+    has_prefix_cache=False,
 )
-def test_what_does_not_work_beside_windows_is_refused(policy: str, fields: dict[str, Any], param: str) -> None:
-    shape = replace(DEMO, has_windows=True, window_rotation_obstacle="declares no RoPE of its chunked-local layers")
-    limits = replace(LIMITS, shape=shape, has_prefix_cache=False)
-    with pytest.raises(CompressionError, match="chunked-local layers.*; allowed: ") as caught:
-        limits.check(config(policy, **fields), 4000, 100)
-    assert caught.value.reason == "unsupported_model" and caught.value.param == f"kv_compression.{param}"
-    LIMITS.check(config(policy, **fields), 4000, 100)
-    limits.check(config("h2o", trigger="pressure"), 4000, 100)
+STATES = replace(LIMITS, shape=replace(DEMO, has_states=True), shares_contexts=False)
 
 
 @pytest.mark.parametrize(
-    ("policy", "fields", "param"),
+    ("limits", "policy", "fields", "param"),
     [
-        ("h2o", {"positions": "cache"}, "positions"),
-        ("h2o", {"trigger": "pressure"}, "trigger"),
-        ("h2o", {"reuse": "turns"}, "reuse"),
-        ("kvzip", {}, "tracker"),
+        (WINDOWS, "h2o", {"positions": "cache"}, "positions"),
+        (WINDOWS, "kvzip", {}, "tracker"),
+        (STATES, "h2o", {"positions": "cache"}, "positions"),
+        (STATES, "h2o", {"trigger": "pressure"}, "trigger"),
+        (STATES, "h2o", {"reuse": "turns"}, "reuse"),
+        (STATES, "kvzip", {}, "tracker"),
     ],
 )
-def test_what_does_not_work_beside_states_is_refused(policy: str, fields: dict[str, Any], param: str) -> None:
-    limits = replace(LIMITS, shape=replace(DEMO, has_states=True), shares_contexts=False)
-    with pytest.raises(CompressionError, match="Mamba or linear-attention layers; allowed: ") as caught:
+def test_what_does_not_work_beside_windows_or_states_is_refused(limits, policy, fields, param) -> None:
+    layers = "chunked-local layers.*" if limits is WINDOWS else "Mamba or linear-attention layers"
+    with pytest.raises(CompressionError, match=f"{layers}; allowed: ") as caught:
         limits.check(config(policy, **fields), 4000, 100)
     assert caught.value.reason == "unsupported_model" and caught.value.param == f"kv_compression.{param}"
     LIMITS.check(config(policy, **fields), 4000, 100)
-    limits.check(config("h2o"), 4000, 100)
+    limits.check(config("h2o", trigger="pressure") if limits is WINDOWS else config("h2o"), 4000, 100)
 
 
 def test_layers_with_a_window_take_slots_too() -> None:

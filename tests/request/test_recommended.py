@@ -7,7 +7,7 @@ import pytest
 
 from tests.request.test_limits import LIMITS
 from vllm_kvmerge.request.catalogue import describe_policies
-from vllm_kvmerge.request.parameters import CompressionError, compression, field_schema, parse_compression
+from vllm_kvmerge.request.parameters import CompressionError, field_schema, parse_compression
 from vllm_kvmerge.request.recommended import recommendations
 
 CASES = [
@@ -100,7 +100,3 @@ def test_a_server_that_does_not_allow_it_says_so():
     limits = replace(LIMITS, allowed_policies=frozenset({"local"}))
     with pytest.raises(CompressionError, match=r"policy: '\w+' is not allowed on this server; allowed: full, local"):
         limits.check(parse_compression({"budget": 0.5}), 1000, 10)
-
-
-def test_offline_too():
-    assert compression(None, budget=0.25) == {"kv_compression": '{"budget": 0.25}'}

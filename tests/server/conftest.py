@@ -1,9 +1,12 @@
 """A real server for the tests of this folder: real processes, real HTTP."""
 
+import asyncio
 import contextlib
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests import preloaded
@@ -31,11 +35,14 @@ class Server:
     reader: threading.Thread
     """Fills the log, and ends when nobody can write to it any more."""
 
-    def post(self, path: str, body: dict) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=300)
+    def post(self, path: str, body: dict, **more: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=300, **more)
+
+    def ask(self, prompt, **body) -> httpx.Response:
+        return self.post("/v1/completions", {"model": "demo", "prompt": prompt, "temperature": 0, **body})
 
     def complete(self, prompt, **body) -> dict:
-        response = self.post("/v1/completions", {"model": "demo", "prompt": prompt, "temperature": 0, **body})
+        response = self.ask(prompt, **body)
         assert response.status_code == 200, response.text
         return response.json()
 
@@ -47,6 +54,36 @@ class Server:
             if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
                 total += float(match[2])
         return total
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return [2, *np.random.default_rng(seed).integers(19, 780, length - 1).tolist()]
+
+
+def events(response: httpx.Response) -> list[dict]:
+    """The JSON objects of a stream."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def check_refused(response: httpx.Response, param: str | None, said: str = "", status: int = 400) -> str:
+    """Checks an error in the OpenAI API's format; returns its message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, status) and said in error["message"], error
+    if status == 400:
+        assert error["type"] == "BadRequestError", error
+    return error["message"]
+
+
+def send(app: Any, method: str, path: str, **request: Any) -> httpx.Response:
+    """The answer of an application without a server; content in pieces reaches it so."""
+
+    async def answer() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(answer())
 
 
 def free_port() -> int:
@@ -79,6 +116,9 @@ ONE_PROCESS_PER_ENGINE = ("--distributed-executor-backend", "vllm.v1.executor.un
 
 
 OURS = ("-m", "vllm_kvmerge.cli", "serve", "demo")
+
+VLLM = Path(__file__).parents[2] / "benchmarks" / "vllm_command.py"
+"""The program of vLLM's own command, whose CPU build has another name than it asks for."""
 
 
 @contextmanager
@@ -153,3 +193,10 @@ def server(contexts_dir: Path, request: pytest.FixtureRequest) -> Iterator[Serve
     is_whole, variables = request.config.getoption("all"), {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     with serving(*options, from_scratch=is_whole, **variables) as ready:
         yield ready
+
+
+@pytest.fixture(scope="session")
+def may_mount() -> None:
+    mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")

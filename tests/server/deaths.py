@@ -87,8 +87,9 @@ def check_port(server: Server) -> None:
         pass
 
 
-def kill(server: Server, kind: str) -> None:
-    """Kills the first process of this kind and checks what comes of it."""
+def kill(server: Server, kind: str, is_busy: bool = True) -> None:
+    """Kills the first process of this kind, while it answers a request if it is busy, and checks what comes of it."""
+    asker = ask_for_long(server) if is_busy else None
     tree = Tree(server.process.pid)
     assert tree.kinds[kind] and tree.memory and len(tree.folders) == 1, tree.kinds
     tree.kinds[kind][0].kill()
@@ -98,3 +99,5 @@ def kill(server: Server, kind: str) -> None:
     check_port(server)
     said = LAST_WORDS.search(log_of(server))
     assert (said is None) == (kind == "main")
+    if asker:
+        asker.check_told()

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
-from tests.server.test_vllm_serve import MAIN
+from tests.server.conftest import VLLM
 from vllm_kvmerge import demo
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
 from vllm_kvmerge.server.batch_file import start
@@ -27,16 +27,13 @@ LOCAL = {"policy": "local", "budget": 64}
 
 def run(folder: Path, bodies: dict[str, dict[str, Any]], *options: str) -> dict[str, dict[str, Any]]:
     """The answers to requests, by their ids."""
-    main, questions, answers = folder / "main.py", folder / "in.jsonl", folder / "out.jsonl"
-    main.write_text(MAIN)
+    questions, answers = folder / "in.jsonl", folder / "out.jsonl"
     base = {"model": "demo", "messages": [{"role": "user", "content": LONG}], "max_tokens": 4}
-    lines = [
-        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": base | body}
-        for name, body in bodies.items()
-    ]
+    request = {"method": "POST", "url": CHAT_ROUTE}
+    lines = [request | {"custom_id": name, "body": base | body} for name, body in bodies.items()]
     questions.write_text("\n".join(map(json.dumps, lines)))
     model = ("--model", demo.model_path(), "--served-model-name", "demo", "--kv-cache-memory-bytes", "64M")
-    command = [sys.executable, str(main), "run-batch", "-i", str(questions), "-o", str(answers), *model, *options]
+    command = [sys.executable, str(VLLM), "run-batch", "-i", str(questions), "-o", str(answers), *model, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return {answer["custom_id"]: answer for answer in map(json.loads, answers.read_text().splitlines())}
@@ -69,13 +66,6 @@ def test_requests_are_compressed_refused_and_reported(tmp_path):
     assert "unknown policy 'nope'" in errors["unknown"]["message"] and errors["stream"]["param"] == "stream"
 
 
-@pytest.mark.slow
-def test_without_our_configuration_the_field_is_refused(tmp_path):
-    answers = run(tmp_path, {"plain": {}, "ours": {EXTRA_ARGS_KEY: LOCAL}})
-    assert answers["plain"]["error"] is None
-    assert "not read by this server" in answers["ours"]["error"]["error"]["message"]
-
-
 class Refusing:
     """vLLM's handler of chats, which refuses all of them."""
 
@@ -84,10 +74,11 @@ class Refusing:
 
 
 def test_a_refused_request_has_the_status_of_its_refusal():
-    async def answer() -> JSONResponse:
+    async def answer(**field: Any) -> JSONResponse:
         around = await start(SimpleNamespace(vllm_config=SimpleNamespace(additional_config=None)))
         handler = around(Refusing().create_chat_completion, CHAT_ROUTE)
-        return await handler(ChatCompletionRequest(messages=[{"role": "user", "content": LONG}]))
+        return await handler(ChatCompletionRequest(messages=[{"role": "user", "content": LONG}], **field))
 
-    response = asyncio.run(answer())
-    assert response.status_code == 422 and json.loads(response.body)["error"]["message"] == "too long"
+    for field, status, said in (({}, 422, "too long"), ({EXTRA_ARGS_KEY: LOCAL}, 400, "not read by this server")):
+        response = asyncio.run(answer(**field))
+        assert response.status_code == status and said in json.loads(response.body)["error"]["message"]

@@ -1,6 +1,5 @@
 """Bodies within limits, on a small application that says what it was given."""
 
-import asyncio
 import json
 from argparse import Namespace
 from collections.abc import AsyncIterator
@@ -11,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from tests.server.conftest import check_refused, send
 from vllm_kvmerge.request.nesting import MAX_DEPTH
 from vllm_kvmerge.server.endpoint import add_middleware
 
@@ -37,13 +37,8 @@ def app_of(**plugin: Any) -> FastAPI:
     return app
 
 
-def send(method: str, path: str, **request: Any) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app_of())
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **request)
-
-    return asyncio.run(ask())
+def ask(method: str, path: str, **request: Any) -> httpx.Response:
+    return send(app_of(), method, path, **request)
 
 
 class Chunks:
@@ -62,25 +57,23 @@ class Chunks:
 @pytest.mark.parametrize("size", [0, 1, LIMIT - 1, LIMIT])
 def test_a_body_within_the_limit_arrives(size: int) -> None:
     body = bytes(index % 256 for index in range(size))
-    assert send("POST", "/echo", content=body).content == body
+    assert ask("POST", "/echo", content=body).content == body
     pieces = [body[start : start + 100] for start in range(0, size, 100)]
-    assert send("POST", "/echo", content=Chunks(*pieces)).content == body
+    assert ask("POST", "/echo", content=Chunks(*pieces)).content == body
 
 
 def test_reading_stops_where_the_limit_is_exceeded() -> None:
     body = Chunks(*[b"x" * 1000] * 1000)
-    answer = send("POST", "/echo", content=body)
-    assert answer.status_code == 413 and body.num_read == LIMIT // 1000 + 1
-    message = f"the body exceeds {LIMIT} bytes; --max-body-bytes sets this limit"
-    error = {"message": message, "type": "PayloadTooLargeError", "param": None, "code": 413}
-    assert answer.json() == {"error": error}
+    answer = ask("POST", "/echo", content=body)
+    assert body.num_read == LIMIT // 1000 + 1
+    check_refused(answer, None, f"the body exceeds {LIMIT} bytes; --max-body-bytes sets this limit", 413)
     body = Chunks(b"x" * LIMIT, b"x")
-    assert send("POST", "/echo", content=body).status_code == 413
+    assert ask("POST", "/echo", content=body).status_code == 413
 
 
 def test_a_length_over_the_limit_is_refused_unread() -> None:
     body = Chunks(b"x")
-    assert send("POST", "/echo", content=body, headers={"Content-Length": str(LIMIT + 1)}).status_code == 413
+    assert ask("POST", "/echo", content=body, headers={"Content-Length": str(LIMIT + 1)}).status_code == 413
     assert body.num_read == 0
 
 
@@ -89,29 +82,23 @@ def test_a_length_over_the_limit_is_refused_unread() -> None:
 )
 def test_a_body_that_nobody_asks_for_is_not_read(method: str, path: str, status: int) -> None:
     body = Chunks(*[b"[" * 1000] * 1000)
-    assert send(method, path, content=body, headers={"Content-Length": "1000000"}).status_code == status
+    assert ask(method, path, content=body, headers={"Content-Length": "1000000"}).status_code == status
     assert body.num_read == 0
 
 
 def test_a_form_arrives_and_is_limited() -> None:
     sound = bytes(range(256)) * 8
-    assert send("POST", "/form", files={"file": sound}, data={"a": "[" * 100}).json() == {
-        "file": len(sound),
-        "a": "[" * 100,
-    }
-    assert send("POST", "/form", files={"file": sound * 2}).status_code == 413
+    whole = ask("POST", "/form", files={"file": sound}, data={"a": "[" * 100}).json()
+    assert whole == {"file": len(sound), "a": "[" * 100}
+    assert ask("POST", "/form", files={"file": sound * 2}).status_code == 413
 
 
-@pytest.mark.parametrize(
-    "name", ["Authorization", "Content-Encoding", "Content-Length", "Content-Type", "Transfer-Encoding"]
-)
 @pytest.mark.parametrize("path", ["/echo", "/no"])
-def test_a_repeated_header_is_refused(name: str, path: str) -> None:
-    headers = [(name, "4"), (name.upper(), "4")]
-    error = send("POST", path, headers=headers).json()["error"]
-    assert error["message"] == f"the header {name.lower()} comes more than once"
-    assert error["code"] == 400
-    assert send("POST", "/none", headers=[("Accept", "a"), ("Accept", "b")]).status_code == 200
+def test_a_repeated_header_is_refused(path: str) -> None:
+    for name in ("Authorization", "Content-Encoding", "Content-Length", "Content-Type", "Transfer-Encoding"):
+        answer = ask("POST", path, headers=[(name, "4"), (name.upper(), "4")])
+        check_refused(answer, None, f"the header {name.lower()} comes more than once")
+    assert ask("POST", "/none", headers=[("Accept", "a"), ("Accept", "b")]).status_code == 200
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
@@ -121,16 +108,14 @@ def test_nesting_is_limited_in_every_spelling(encoding: str, content_type: str) 
         return (' \r\n{"a": ' + "[" * (num_levels - 1) + "]" * (num_levels - 1) + "}").encode(encoding)
 
     headers = {"Content-Type": content_type}
-    answer = send("POST", "/echo", content=deep(MAX_DEPTH), headers=headers)
+    answer = ask("POST", "/echo", content=deep(MAX_DEPTH), headers=headers)
     assert json.loads(answer.content) == json.loads(deep(MAX_DEPTH))
-    answer = send("POST", "/echo", content=deep(MAX_DEPTH + 1), headers=headers)
-    assert answer.status_code == 400 and f"allowed: {MAX_DEPTH} levels" in answer.json()["error"]["message"]
+    answer = ask("POST", "/echo", content=deep(MAX_DEPTH + 1), headers=headers)
+    check_refused(answer, None, f"allowed: {MAX_DEPTH} levels")
 
 
-@pytest.mark.parametrize(("value", "is_valid"), [(1024, True), (1023, False), (0, False), ("a", False)])
-def test_the_limit_is_validated(value: Any, is_valid: bool) -> None:
-    if is_valid:
-        app_of(max_body_bytes=value)
-    else:
+def test_the_limit_is_validated() -> None:
+    app_of(max_body_bytes=1024)
+    for value in (1023, 0, "a"):
         with pytest.raises(ValueError, match="max_body_bytes"):
             app_of(max_body_bytes=value)

@@ -8,7 +8,6 @@ import threading
 import time
 from types import SimpleNamespace
 
-import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -18,30 +17,23 @@ from starlette.testclient import TestClient
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
 
 
-def answers(client) -> dict[str, int]:
-    codes = {path: client.get(path).status_code for path in ("/health", "/ping", "/metrics")}
-    return codes | {"post": client.post("/v1/completions").status_code}
-
-
 def app_with(answer) -> Starlette:
-    routes = [Route(path, lambda _: PlainTextResponse("ok")) for path in ("/health", "/ping", "/metrics")]
-    routes.append(Route("/v1/completions", answer, methods=["POST"]))
+    routes = [Route("/v1/completions", answer, methods=["POST"])]
     return Starlette(routes=routes, middleware=[Middleware(DrainingMiddleware)])
 
 
-def test_new_requests_are_refused_once_the_engine_stops():
-    app = app_with(lambda _: PlainTextResponse("ok"))
-    client = TestClient(app)
-    calls = []
-    engine = SimpleNamespace(shutdown=lambda timeout: calls.append((timeout, answers(client))))
+def draining(app: Starlette, shutdown) -> SimpleNamespace:
+    """An engine that the application stops so."""
+    engine = SimpleNamespace(shutdown=lambda timeout: shutdown(timeout))
     drain_first(engine, app.state)
-    assert set(answers(client).values()) == {200}
-    engine.shutdown(timeout=30)
-    draining = {"/health": 503, "/ping": 503, "/metrics": 200, "post": 503}
-    assert calls == [(pytest.approx(30, abs=5), draining)]  # from before the engine is told
-    refusal = client.post("/v1/completions")
-    assert refusal.headers["retry-after"] == "1"
-    assert refusal.json()["error"]["code"] == 503
+    return engine
+
+
+def posted(app: Starlette, texts: list[str]) -> threading.Thread:
+    """A client whose answer comes into ``texts``."""
+    thread = threading.Thread(target=lambda: texts.append(TestClient(app).post("/v1/completions").text))
+    thread.start()
+    return thread
 
 
 def test_the_engine_stops_when_all_have_been_answered():
@@ -56,14 +48,9 @@ def test_the_engine_stops_when_all_have_been_answered():
     for timeout, waits in ((60, True), (0.1, False), (0, False)):
         app, stopped, answered = app_with(answer), [], []
         begun.clear(), go_on.clear()
-        engine = SimpleNamespace(shutdown=lambda timeout, seen=stopped: seen.append(timeout))
-        drain_first(engine, app.state)
-        poster = threading.Thread(
-            target=lambda app=app, seen=answered: seen.append(TestClient(app).post("/v1/completions").text)
-        )
-        poster.start()
+        engine, poster = draining(app, stopped.append), posted(app, answered)
         assert begun.wait(60)
-        stopper = threading.Thread(target=lambda engine=engine, timeout=timeout: engine.shutdown(timeout=timeout))
+        stopper = threading.Thread(target=engine.shutdown, args=(timeout,))
         stopper.start()
         if waits:
             while not getattr(app.state, "kvmerge_draining", False):
@@ -86,10 +73,7 @@ def test_a_stream_that_is_cut_off_ends_with_an_error():
         await asyncio.Event().wait()
 
     app = app_with(lambda _: StreamingResponse(events(), media_type="text/event-stream"))
-    engine = SimpleNamespace(shutdown=lambda timeout: None)
-    drain_first(engine, app.state)
-    poster = threading.Thread(target=lambda: answered.append(TestClient(app).post("/v1/completions").text))
-    poster.start()
+    engine, poster = draining(app, lambda timeout: None), posted(app, answered)
     assert begun.wait(60)
     engine.shutdown(timeout=0)
     poster.join(60)
@@ -101,8 +85,7 @@ def test_a_stream_that_is_cut_off_ends_with_an_error():
 def test_the_thread_that_answers_does_not_wait_for_itself():
     app, stopped = app_with(None), []
     app.state.kvmerge_answering = {object()}
-    engine = SimpleNamespace(shutdown=lambda timeout: stopped.append(timeout))
-    drain_first(engine, app.state)
+    engine = draining(app, stopped.append)
 
     async def stop() -> None:
         engine.shutdown(timeout=600)

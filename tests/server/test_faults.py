@@ -6,7 +6,6 @@ What is killed: ``deaths``. A disk for metrics that is full, and a stop that req
 
 import contextlib
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.policies import failing
 from tests.processes import end_with_tests_on_a_disk
-from tests.server.conftest import Server, free_port, running, serving, wait_until
+from tests.server.conftest import Server, check_refused, free_port, running, serving, wait_until
 from tests.server.deaths import Tree, ask_for_long, check_port, kill, log_of
 from vllm_kvmerge.engine.processes import METRICS_PREFIX
 
@@ -37,29 +37,29 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def ask(server: Server, **compression: object) -> dict:
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    response = server.post("/v1/completions", body | {"kv_compression": {"budget": 64, **compression}})
-    return {"status": response.status_code, **response.json()}
+def ask(server: Server, **compression: object) -> httpx.Response:
+    return server.ask(PROMPT, max_tokens=8, ignore_eos=True, kv_compression={"budget": 64, **compression})
+
+
+def said(response: httpx.Response) -> str:
+    return response.json()["choices"][0]["text"]
 
 
 def test_each_part_that_fails_on_two_workers_ends_its_request_alone(parallel: Server) -> None:
     """The slow one would take thirty seconds for each batch, and may take one."""
-    expected = ask(parallel, policy="keepkv")["choices"][0]["text"]
+    expected = said(ask(parallel, policy="keepkv"))
     with ThreadPoolExecutor(8) as pool:
         bad = [pool.submit(ask, parallel, policy=failing.PRESET, **{field: fault}) for field, fault in FAULTS]
         started = time.monotonic()
         slow = pool.submit(ask, parallel, policy=failing.PRESET, merge_fault="sleep")
         fine = [pool.submit(ask, parallel, policy="keepkv") for _ in range(4)]
-        assert {answer.result()["choices"][0]["text"] for answer in fine} == {expected}
-    for future, (field, fault) in zip(bad, FAULTS, strict=True):
-        answer = future.result()
-        assert answer["status"] == 500, fault
+        assert {said(answer.result()) for answer in fine} == {expected}
+    for future, (field, _) in zip(bad, FAULTS, strict=True):
         part = "selector failing" if field == "select_fault" else "merger failing"
-        assert part in answer["error"]["message"], fault
-    assert slow.result()["status"] == 500 and "took longer than it may" in slow.result()["error"]["message"]
+        check_refused(future.result(), None, part, 500)
+    check_refused(slow.result(), None, "took longer than it may", 500)
     assert time.monotonic() - started < failing.SLEEP
-    assert ask(parallel, policy="keepkv")["choices"][0]["text"] == expected
+    assert said(ask(parallel, policy="keepkv")) == expected
     wait_until(lambda: parallel.metric("vllm:kvmerge_live_bytes") == 0)
 
 
@@ -71,7 +71,7 @@ def test_a_metrics_folder_that_is_deleted_ends_nothing(parallel: Server) -> None
     shutil.rmtree(folder)
     try:
         for policy in ("h2o", "snapkv", "keepkv"):
-            assert ask(parallel, policy=policy)["status"] == 200
+            assert ask(parallel, policy=policy).status_code == 200
         # The API server's own values, which are in files without a name now.
         assert parallel.metric("vllm:generation_tokens_total") == before + 24
     finally:
@@ -80,16 +80,7 @@ def test_a_metrics_folder_that_is_deleted_ends_nothing(parallel: Server) -> None
 
 def test_a_tensor_parallel_worker_is_killed_while_it_answers(parallel: Server) -> None:
     """The last test of this server."""
-    asker = ask_for_long(parallel)
     kill(parallel, "Worker")
-    asker.check_told()
-
-
-@pytest.fixture
-def may_mount() -> None:
-    mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", SHARED_MEMORY]
-    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this user may not mount a file system")
 
 
 def test_a_server_without_room_in_shared_memory_does_not_start(may_mount: None) -> None:
@@ -112,8 +103,7 @@ def test_full_shared_memory_is_named_by_the_server_that_dies_of_it(may_mount: No
                 with contextlib.suppress(OSError):  # no space left
                     while filler.write(bytes(size)):
                         pass
-        long = server.post("/v1/completions", {"model": "demo", "prompt": [*range(20, 700)] * 5, "max_tokens": 8})
-        assert long.status_code == 500
+        assert server.ask([*range(20, 700)] * 5, max_tokens=8).status_code == 500
         asker.check_told()
         assert server.process.wait(120) == 1
         tree.memory.clear()  # in a file system that is gone with its processes

@@ -7,6 +7,7 @@ engine. ``make fuzz CASES=10000`` calls more than ``make test``.
 """
 
 import copy
+import itertools
 import re
 import time
 from collections import Counter
@@ -25,32 +26,26 @@ SECONDS = 60
 """That an answer may take on a busy machine: no request here generates more than a few tokens."""
 
 PROMPT = " ".join(f"remember fiso {1000 + i}." for i in range(60)) + " recall fiso"
-SOUND = {
-    "/v1/completions": {"prompt": PROMPT},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
-    "/v1/kvmerge/contexts": {"prompt": PROMPT},
+SHORT = {"max_tokens": 4, "temperature": 0}
+SOUND: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "demo", "prompt": PROMPT, **SHORT},
+    "/v1/chat/completions": {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], **SHORT},
+    "/v1/kvmerge/contexts": {"model": "demo", "prompt": PROMPT},
 }
 """Routes that take the field, and what else they need."""
 
 OTHERS = {"/scale_elastic_ep"}
 """Not called: would change the server for all later cases."""
 
-KNOWN = (
-    ("/v1/systemone", 501, ""),
-    ("/v1/responses", 500, "list index out of range"),
-)
+KNOWN = ("/v1/systemone", 501, ""), ("/v1/responses", 500, "list index out of range")
 """What stock vLLM answers: where a model takes no structured decisions; to an earlier answer without content."""
 
 FEW = 300
 """About as many requests in `make test`, over both documents, not drawn at random."""
 
-GENERATING = {
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/responses",
-    "/v1/messages",
-}
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
+)  # fmt: skip
 """Routes whose answers are as long as the model allows unless a request says how long."""
 
 TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of")
@@ -74,14 +69,9 @@ def around_the_field(document: dict[str, Any]) -> dict[str, Any]:
     narrow["paths"] = {path: {"post": narrow["paths"][path]["post"]} for path in SOUND}
     for path, operation in narrow["paths"].items():
         name = operation["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
-        constants = {"model": "demo", **SOUND[path]}
-        if "contexts" not in path:
-            constants |= {"max_tokens": 4, "temperature": 0}
-        field = models[name]["properties"]["kv_compression"]
-        fixed = {key: {"enum": [value]} for key, value in constants.items()}
-        required = [*constants, "kv_compression"]
-        models[name] = {"type": "object", "additionalProperties": False, "required": required}
-        models[name]["properties"] = fixed | {"kv_compression": field}
+        fixed = {key: {"enum": [value]} for key, value in SOUND[path].items()}
+        fixed["kv_compression"] = models[name]["properties"]["kv_compression"]
+        models[name] = {"type": "object", "additionalProperties": False, "required": [*fixed], "properties": fixed}
     return narrow
 
 
@@ -102,10 +92,8 @@ def check(server: Server, case: Any, seen: Counter[int]) -> None:
     start = time.monotonic()
     response = case.call(base_url=server.url, timeout=SECONDS)
     seen[response.status_code] += 1
-    is_known = any(
-        case.operation.path == path and response.status_code == status and said in response.text
-        for path, status, said in KNOWN
-    )
+    found = case.operation.path, response.status_code
+    is_known = any(found == (path, status) and said in response.text for path, status, said in KNOWN)
     assert response.status_code < 500 or is_known, (case.as_curl_command(), response.text[:2000])
     assert "Traceback" not in response.text
     assert time.monotonic() - start < SECONDS
@@ -117,27 +105,15 @@ def fuzz(server: Server, document: dict[str, Any], cases: int | None, seen: Coun
     """At least half of ``cases``, spread over all operations, in both of Schemathesis' modes; about half of ``FEW`` by
     default."""
     schema = schemathesis.openapi.from_dict(document)
-    operations = [one.ok() for one in schema.get_all_operations()]
-    operations = [one for one in operations if one.path not in OTHERS]
+    operations = [one for one in (found.ok() for found in schema.get_all_operations()) if one.path not in OTHERS]
     each = max(1, (cases or FEW) // 2 // (2 * len(operations)))
-    call_each(server, operations, each, cases is None, seen)
-    while cases and seen.total() < cases // 2:  # some operations have few cases to draw
-        call_each(server, operations, each, False, seen)
-
-
-def call_each(server: Server, operations: list[Any], each: int, is_fixed: bool, seen: Counter[int]) -> None:
-    for operation in operations:
-        for mode in schemathesis.GenerationMode:
+    unseen: dict[str, Any] = {"database": None, "suppress_health_check": list(HealthCheck), "deadline": None}
+    while not seen or (cases and seen.total() < cases // 2):  # some operations have few cases to draw
+        for operation, mode in itertools.product(operations, schemathesis.GenerationMode):
             if mode is schemathesis.GenerationMode.NEGATIVE and not list(operation.body):
                 continue
 
-            @settings(
-                max_examples=each,
-                derandomize=is_fixed,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                deadline=None,
-            )
+            @settings(max_examples=each, derandomize=cases is None, **unseen)
             @given(case=operation.as_strategy(generation_mode=mode))
             def call(case):
                 bounded(case)

@@ -47,26 +47,15 @@ def told(response: httpx.Response) -> tuple[list[str], dict]:
     return [one["token"] for one in answer["choices"][0]["logprobs"]["content"]], answer["usage"]
 
 
-@pytest.mark.slow
-def test_images_decide_the_answer(images):
-    answers = {seeds: told(chat(images, *seeds)) for seeds in [(), (1,), (2,), (1, 2)]}
-    assert len({tuple(tokens) for tokens, _ in answers.values()}) == 4
-    lengths = [usage["prompt_tokens"] for _, usage in answers.values()]
-    assert lengths[1] == lengths[2] == lengths[0] + NUM_IMAGE_TOKENS and lengths[3] == lengths[0] + 2 * NUM_IMAGE_TOKENS
-
-
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv"])
 def test_they_are_compressed(images, policy):
+    """With room for all, the answer is the one without compression; images decide it."""
     compression = {"policy": policy, "budget": BUDGET, "interval": 8, "decode": "bounded"}
-    before = images.metric("vllm:kvmerge_compressions_total", policy=policy)
     tokens, usage = told(chat(images, 1, 2, kv_compression=compression))
     assert usage["prompt_tokens"] > 2 * NUM_IMAGE_TOKENS > BUDGET
-    assert usage["kv_compression"]["entries"]["most"] <= BUDGET + 8
-    assert images.metric("vllm:kvmerge_compressions_total", policy=policy) > before
-    assert told(chat(images, 1, 2, kv_compression=compression))[0] == tokens
-    # With room for all, as without.
+    assert usage["kv_compression"]["compressions"] and usage["kv_compression"]["entries"]["most"] <= BUDGET + 8
     roomy = told(chat(images, 1, 2, kv_compression=compression | {"budget": usage["prompt_tokens"] + 24}))[0]
-    assert roomy == told(chat(images, 1, 2))[0] != tokens
+    assert roomy == told(chat(images, 1, 2))[0] not in (tokens, told(chat(images, 2, 1))[0])
 
 
 def test_what_repeats_tokens_alone_refuses_them(images):

@@ -21,10 +21,7 @@ def test_the_tasks_data():
         task = yaml.safe_load(path.read_text())
         assert task["task"] == path.stem
         assert Path(task["dataset_kwargs"]["data_files"]["test"]) == Path("tests/data/eval/lm_eval/recall.jsonl")
-    for row in ROWS:
-        key = row["prompt"].split()[-1]
-        assert f"remember {key} {row['answer']} ." in row["prompt"]
-        assert row["choices"][row["right"]] == row["answer"] and len(set(row["choices"])) == 4
+    assert all(row["choices"][row["right"]] == row["answer"] and len(set(row["choices"])) == 4 for row in ROWS)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import json
 from contextvars import copy_context
 from typing import Any
 
-import httpx
 import jinja2
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from tests.server.conftest import check_refused, events
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.validation import PREFIX, Prefix, check_prompt
 from vllm_kvmerge.policies.fields import MAX_RANGES
@@ -36,17 +36,20 @@ OTHERS = {
 }
 
 
-def tokenizer(template: str, asked: list[dict[str, Any]] | None = None) -> Any:
-    """A token per character of what the template renders."""
-    compiled = jinja2.Environment().from_string(template)
-
+def render(template: str, **body: Any) -> str:
     def refuse(reason: str) -> None:
         raise RenderingError(reason)
+
+    return jinja2.Environment().from_string(template).render(**body, **{"raise": refuse})
+
+
+def tokenizer(template: str, asked: list[dict[str, Any]] | None = None) -> Any:
+    """A token per character of what the template renders."""
 
     async def tokenize(body: dict[str, Any]) -> list[int]:
         if asked is not None:
             asked.append(body)
-        return [ord(letter) for letter in compiled.render(**body, **{"raise": refuse})]
+        return [ord(letter) for letter in render(template, **body)]
 
     return tokenize
 
@@ -66,7 +69,7 @@ def locate_by(
 def located(template: str, protect: dict[str, Any], **request: Any) -> tuple[list[str], str]:
     """The text of each range, and the text that was asked for at last."""
     body = {"messages": MESSAGES, **request}
-    text = jinja2.Environment().from_string(template).render(**body)
+    text = render(template, **body)
     found, prefix = locate_by({"protect": protect}, body, template)
     assert prefix.field == "protect.messages"
     beginning = "".join(map(chr, prefix.tokens))
@@ -91,7 +94,7 @@ def test_a_context_ends_where_its_last_message_does(template):
     request = {"messages": MESSAGES, "tools": "a tool"}
     for count in range(1, len(MESSAGES) + 1):
         asked: list[dict[str, Any]] = []
-        rendered = jinja2.Environment().from_string(template).render(messages=MESSAGES[:count], tools="a tool")
+        rendered = render(template, messages=MESSAGES[:count], tools="a tool")
         if not rendered:
             with pytest.raises(CompressionError, match="renders nothing of the first 1 messages; allowed: context_tok"):
                 locate_by({"context_messages": count}, request, template)
@@ -99,70 +102,53 @@ def test_a_context_ends_where_its_last_message_does(template):
         value, prefix = locate_by({"budget": 0.5, "context_messages": count}, request, template, asked)
         assert value == {"policy": "local", "budget": 0.5, "context_tokens": len(rendered)}
         assert prefix == ("context_messages", list(map(ord, rendered)))
-        assert [body["messages"] for body in asked] == [MESSAGES[:count]]
+        assert asked == [{"messages": MESSAGES[:count], "tools": "a tool", "add_generation_prompt": False}]
 
 
 @pytest.mark.parametrize("template", OTHERS.values(), ids=OTHERS)
 def test_what_cannot_be_located_is_refused(template):
+    """Contexts when they are rendered, or when their rendering is compared with the prompt."""
     with pytest.raises(CompressionError) as caught:
         locate_by({"protect": {"messages": [0, 1]}}, {"messages": MESSAGES}, template)
     assert caught.value.reason == "unknown_messages" and caught.value.status == 400
     assert caught.value.param == "kv_compression.protect.messages"
-
-
-@pytest.mark.parametrize("template", OTHERS.values(), ids=OTHERS)
-def test_a_context_that_the_prompt_does_not_begin_with_is_refused(template):
-    """When it is rendered, or when its rendering is compared with the prompt."""
-    prompt = list(map(ord, jinja2.Environment().from_string(template).render(messages=MESSAGES)))
+    prompt = list(map(ord, render(template, messages=MESSAGES)))
 
     def check() -> None:
         value, prefix = locate_by({"context_messages": 3}, {"messages": MESSAGES}, template)
         PREFIX.set(prefix)
         check_prompt({"type": "token", "prompt_token_ids": prompt}, SamplingParams(extra_args=compression(**value)))
 
-    with pytest.raises((CompressionError, VLLMValidationError), match="; allowed: context_tokens") as caught:
+    with pytest.raises((CompressionError, VLLMValidationError), match="context_messages: .*; allowed: context_tokens"):
         copy_context().run(check)
-    named = caught.value.param if isinstance(caught.value, CompressionError) else caught.value.parameter
-    assert named == "kv_compression.context_messages"
 
 
-def test_a_context_and_protected_messages_share_renderings():
-    for protected, context, counts in (([1, 2], 2, [1, 2, 3]), ([0], 4, [1, 4]), ([3], 1, [1, 3, 4])):
-        asked: list[dict[str, Any]] = []
-        field = {"context_messages": context, "protect": {"messages": protected, "tokens": [[0, 2]]}}
-        value, prefix = locate_by(field, {"messages": MESSAGES}, asked=asked)
-        assert [len(body["messages"]) for body in asked] == counts
-        assert value["context_tokens"] == len(jinja2.Template(TURNS).render(messages=MESSAGES[:context]))
-        assert value["protect"] == locate_by(field | {"context_messages": None}, {"messages": MESSAGES})[0]["protect"]
-        assert len(prefix.tokens) == len(jinja2.Template(TURNS).render(messages=MESSAGES[: counts[-1]]))
-        assert prefix.field == ("context_messages" if context == counts[-1] else "protect.messages")
-    with pytest.raises(CompressionError, match="context_messages: the chat template renders the first 3 messages with"):
-        locate_by({"context_messages": 3, "protect": {"messages": [0]}}, {"messages": MESSAGES}, OTHERS["count ahead"])
+@pytest.mark.parametrize(
+    ("protected", "context", "counts"), [([1, 2], 2, [1, 2, 3]), ([0], 4, [1, 4]), ([3], 1, [1, 3, 4])]
+)
+def test_a_context_and_protected_messages_share_renderings(protected, context, counts):
+    asked: list[dict[str, Any]] = []
+    field = {"context_messages": context, "protect": {"messages": protected, "tokens": [[0, 2]]}}
+    value, prefix = locate_by(field, {"messages": MESSAGES}, asked=asked)
+    assert [len(body["messages"]) for body in asked] == counts
+    assert value["context_tokens"] == len(render(TURNS, messages=MESSAGES[:context]))
+    assert value["protect"] == locate_by(field | {"context_messages": None}, {"messages": MESSAGES})[0]["protect"]
+    assert prefix.field == ("context_messages" if context == counts[-1] else "protect.messages")
 
 
-@pytest.mark.parametrize("messages", [None, "text", [], MESSAGES[:1]])
-def test_more_messages_than_the_chat_has_are_refused(messages):
-    said = f"2 messages are more than the chat has; allowed: up to {1 if messages == MESSAGES[:1] else 0}"
+@pytest.mark.parametrize("messages", [None, "text", [], [1], [{"role": 3}], [{}] * 4])
+def test_messages_that_the_chat_does_not_have_are_refused(messages):
+    with pytest.raises(CompressionError, match="there is no message 'user'"):
+        locate_by({"protect": {"messages": ["user"]}}, {"messages": messages})
+    said = f"5 messages are more than the chat has; allowed: up to {len(messages) if isinstance(messages, list) else 0}"
     with pytest.raises(CompressionError, match=said) as caught:
-        locate_by({"context_messages": 2}, {"messages": messages})
+        locate_by({"context_messages": 5}, {"messages": messages})
     assert (caught.value.param, caught.value.reason) == ("kv_compression.context_messages", "unknown_messages")
 
 
 def test_neighbours_and_ranges_are_joined():
     texts, _ = located(TURNS, {"messages": [0, 1], "tokens": [[3, 9], [80, 85]]})
     assert texts == ["<system>words of 0</><user>words of 1</>", "</>"]
-    asked: list[dict[str, Any]] = []
-    request = {"messages": MESSAGES, "model": "m", "tools": "t", "temperature": 0.5}
-    locate_by({"protect": {"messages": [1, "user", 2]}}, request, asked=asked)
-    assert [len(body["messages"]) for body in asked] == [1, 2, 3, 4]
-    rest = {"model": "m", "tools": "t", "add_generation_prompt": False}
-    assert all(body == rest | {"messages": body["messages"]} for body in asked)
-
-
-@pytest.mark.parametrize("messages", [None, "text", [], [1], [{"role": 3}], [{}] * 4])
-def test_odd_conversations_have_no_such_message(messages):
-    with pytest.raises(CompressionError, match="there is no message 'user'"):
-        locate_by({"protect": {"messages": ["user"]}}, {"messages": messages})
 
 
 def test_too_many_messages_are_refused():
@@ -175,14 +161,14 @@ def test_a_prompt_with_another_beginning_is_refused():
     """Whatever the chat route renders otherwise than ``/tokenize`` does, ranges of another text are never taken."""
     params = SamplingParams(extra_args=compression("local", budget=8, protect={"tokens": [[0, 3]]}))
 
-    def check(prompt: list[int], prefix: list[int]) -> None:
-        PREFIX.set(Prefix("protect.messages", prefix))
+    def check(prompt: list[int]) -> None:
+        PREFIX.set(Prefix("protect.messages", [1, 2, 3]))
         check_prompt({"type": "token", "prompt_token_ids": prompt}, params)
 
-    copy_context().run(check, [1, 2, 3, 4], [1, 2, 3])
+    copy_context().run(check, [1, 2, 3, 4])
     for prompt in ([1, 2, 9, 4], [1, 2], [2, 3, 4]):
         with pytest.raises(VLLMValidationError, match="does not begin as its messages do"):
-            copy_context().run(check, prompt, [1, 2, 3])
+            copy_context().run(check, prompt)
 
 
 CHAT = [
@@ -207,22 +193,17 @@ def count_tokens(server, *counts: int) -> list[int]:
 
 def test_messages_of_a_chat_are_protected(server):
     """The report has the tokens that ``/tokenize`` counts; what a protected message says is known afterwards."""
-    counts = count_tokens(server, 1, 2, 3)
-    located = {
-        ("system",): [[0, counts[0]]],
-        (2, "system"): [[0, counts[0]], [counts[1], counts[2]]],
-        (0, 2, "assistant"): [[0, counts[0]], [counts[1], counts[2]]],
-    }
-    for messages, tokens in located.items():
-        answer = chat(server, {"messages": messages}).json()
+    ends = count_tokens(server, 1, 2, 3)
+    for protect, tokens in (
+        ({"messages": ["system"], "tokens": [[2, ends[0] + 3]]}, [[0, ends[0] + 3]]),
+        ({"messages": [0, 2, "assistant"]}, [[0, ends[0]], ends[1:]]),
+    ):
+        answer = chat(server, protect).json()
         report = answer["kv_transfer_params"]["kvmerge"]
         assert report["kv_compression"]["protect"] == {"tokens": tokens, "messages": []}
         assert report["mean_entries"] < 64 + 32
         assert answer["choices"][0]["message"]["content"].split()[:4] == ["1", "2", "3", "4"]
     assert chat(server).json()["choices"][0]["message"]["content"].split()[:4] != ["1", "2", "3", "4"]
-    both = chat(server, {"messages": ["system"], "tokens": [[2, counts[0] + 3]]}).json()
-    protect = both["kv_transfer_params"]["kvmerge"]["kv_compression"]["protect"]
-    assert protect["tokens"] == [[0, counts[0] + 3]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -230,86 +211,57 @@ def test_messages_of_a_chat_are_protected(server):
     ("protect", "param", "said"),
     [
         ({"messages": ["tool"]}, "protect.messages", "no message 'tool'; allowed: assistant, system, user, or an"),
-        ({"messages": [4]}, "protect.messages", "no message '4'"),
         ({"messages": ["user"]}, "protect", "tokens are protected, beside which the policy needs 5 entries, but the "
          "budget is 64; allowed: up to 59 tokens, or a budget of at least "),
-        ({"tokens": [[0, 60]]}, "protect", "60 tokens are protected, beside which the policy needs 5 entries"),
         ({"tokens": [[9000, 9010]]}, "protect.tokens", "a range ends at 9010, after the prompt; allowed: up to "),
-        ({"tokens": [[5, 5]]}, "protect.tokens", "must end after its start"),
-        ({"token": [[0, 5]]}, "protect.token", "allowed: tokens, messages"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_protected_is_refused(server, protect, param, said, stream):
-    response = chat(server, protect, stream=stream)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"] == f"kv_compression.{param}" and said in error["message"]
+    check_refused(chat(server, protect, stream=stream), f"kv_compression.{param}", said)
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ({"protect": {"messages": ["user"]}}, "protect.messages: messages are located in requests to "
-         "/v1/chat/completions alone; allowed: tokens"),
-        ({"context_messages": 3}, "context_messages: 3 messages are located in requests to /v1/chat/completions alone; "
-         "allowed: context_tokens"),
-    ],
-)  # fmt: skip
-def test_messages_are_located_in_chats_alone(server, field, said):
-    field = {"policy": "local", "budget": 64} | field
+    ("field", "tokens"), [({"protect": {"messages": ["user"]}}, "tokens"), ({"context_messages": 3}, "context_tokens")]
+)
+def test_messages_are_located_in_chats_alone(server, field, tokens):
+    param = "kv_compression.protect.messages" if "protect" in field else "kv_compression.context_messages"
     for path, content in (
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/responses", {"input": "a"}),
         ("/v1/messages", {"max_tokens": 5, "messages": CHAT[1:]}),
         ("/invocations", {"messages": CHAT}),
     ):
-        response = server.post(path, {"model": "demo", "kv_compression": field} | content)
-        assert response.status_code == 400, path
-        error = response.json()["error"]
-        assert error["message"] == f"kv_compression.{said}" and error["param"] == error["message"].partition(": ")[0]
-
-
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """A stream's chunks."""
-    *lines, end = (line.removeprefix("data: ") for line in response.text.splitlines() if line)
-    assert response.status_code == 200 and end == "[DONE]"
-    return [json.loads(line) for line in lines]
+        body = {"model": "demo", "kv_compression": {"policy": "local", "budget": 64} | field}
+        said = f"messages are located in requests to /v1/chat/completions alone; allowed: {tokens}"
+        check_refused(server.post(path, body | content), param, said)
 
 
 @pytest.mark.parametrize(
-    ("by_messages", "num_messages", "by_tokens"),
-    [
-        ({"policy": "snapkv", "budget": 0.25}, 2, {}),
-        ({"policy": "h2o", "budget": 128, "decode": "bounded"}, 4, {}),
-        ({"budget": 0.25}, 1, {}),
-        ({"policy": "streaming_llm", "budget": 64, "protect": {"messages": ["assistant"], "tokens": [[0, 4]]}}, 3, {
-            "protect": {"tokens": lambda ends: [[0, 4], ends[1:3]]}}),
-    ],
-    ids=["a share", "the whole conversation", "without a policy", "protected messages too"],
-)  # fmt: skip
-def test_the_server_counts_the_tokens_of_a_context(server, by_messages, num_messages, by_tokens):
+    ("field", "num_messages"),
+    [({"policy": "h2o", "budget": 128, "decode": "bounded"}, 4), ({"budget": 0.25}, 1)],
+    ids=["the whole conversation", "without a policy"],
+)
+def test_the_server_counts_the_tokens_of_a_context(server, field, num_messages):
     """Answer and report, streamed or not, are those of the request that says how many they are."""
-    ends = count_tokens(server, 1, 2, 3, 4)
-    fields = [by_messages | {"context_messages": num_messages}]
-    fields += [by_messages | {"context_tokens": ends[num_messages - 1]}]
-    if by_tokens:
-        fields[1]["protect"] = {"tokens": by_tokens["protect"]["tokens"](ends)}
-    # Under salts of their own none begins with what another one has left of the context.
-    answers = [chat(server, kv_compression=field, cache_salt=f"{salt}").json() for salt, field in enumerate(fields)]
-    for one in answers:
-        del one["usage"]["prompt_tokens_details"]  # of blocks that tests before this one have left
-    counted, given = (
-        (one["choices"][0]["message"]["content"], one["usage"], one["kv_transfer_params"]) for one in answers
-    )
-    assert counted == given
-    resolved = given[2]["kvmerge"]["kv_compression"]
-    assert (resolved["context_tokens"], resolved["context_messages"]) == (ends[num_messages - 1], None)
-    if "policy" not in by_messages:
+    (end,) = count_tokens(server, num_messages)
+    counted, given = (field | more for more in ({"context_messages": num_messages}, {"context_tokens": end}))
+
+    def answer(one: dict[str, Any], salt: str) -> tuple[Any, ...]:
+        """Under a salt of its own none begins with what another one has left of the context."""
+        found = chat(server, kv_compression=one, cache_salt=salt).json()
+        del found["usage"]["prompt_tokens_details"]  # of blocks that tests before this one have left
+        return found["choices"][0]["message"]["content"], found["usage"], found["kv_transfer_params"]
+
+    text, _, report = answer(counted, "0")
+    assert (text, _, report) == answer(given, "1")
+    resolved = report["kvmerge"]["kv_compression"]
+    assert (resolved["context_tokens"], resolved["context_messages"]) == (end, None)
+    if "policy" not in field:
         best = recommendations().best("later").parameters
-        assert {name: resolved[name] for name in best} == best
-    chunks = events(chat(server, kv_compression=fields[0], cache_salt="2", stream=True))
-    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == given[0]
-    assert [chunk["kv_transfer_params"] for chunk in chunks if chunk.get("kv_transfer_params")] == [given[2]]
+        assert resolved == resolved | best
+    chunks = events(chat(server, kv_compression=counted, cache_salt="2", stream=True))
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
+    assert [chunk["kv_transfer_params"] for chunk in chunks if chunk.get("kv_transfer_params")] == [report]
 
 
 def test_messages_are_located_in_the_text_of_a_field_however_it_is_spelt(server):
@@ -324,8 +276,6 @@ def test_messages_are_located_in_the_text_of_a_field_however_it_is_spelt(server)
     ("field", "body", "said"),
     [
         ({"context_messages": 5}, {}, "5 messages are more than the chat has; allowed: up to 4"),
-        ({"context_messages": 0}, {}, "Input should be greater than or equal to 1, got 0"),
-        ({"context_messages": 2, "context_tokens": 9}, {}, "2 messages are given beside context_tokens; allowed: "),
         # The last message is rendered without its end, and counted with it.
         ({"context_messages": 3},
          {"messages": CHAT[:3], "add_generation_prompt": False, "continue_final_message": True},
@@ -337,9 +287,7 @@ def test_messages_are_located_in_the_text_of_a_field_however_it_is_spelt(server)
 )  # fmt: skip
 def test_contexts_that_cannot_be_counted_are_refused(server, field, body, said, stream):
     response = chat(server, kv_compression={"policy": "local", "budget": 64} | field, stream=stream, **body)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"] == "kv_compression.context_messages" and said in error["message"]
+    check_refused(response, "kv_compression.context_messages", said)
     if "continue_final_message" in body:  # the message before it has its end
         field = {"policy": "local", "budget": 64, "context_messages": 2}
         assert chat(server, kv_compression=field, stream=stream, **body).status_code == 200

@@ -1,6 +1,5 @@
 """A server whose metrics have no room: it serves, says so once, and shows what it has."""
 
-import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +23,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder):
+def server(folder, may_mount):
     """A server that counts on a disk of 192 KB, which are three files; it has more, in two processes."""
-    mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", str(folder)]
-    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this user may not mount a file system")
     begin = partial(end_with_tests_on_a_disk, str(folder), "192k")
     options = *ONE_PROCESS_PER_ENGINE, "--shutdown-timeout", "1"
     with serving(*options, first=begin, PROMETHEUS_MULTIPROC_DIR=str(folder)) as ready:

@@ -27,8 +27,9 @@ from vllm_kvmerge.evaluation.runner import cells_of
 
 pytestmark = pytest.mark.engine
 
-ONLY_AFTER_TROUBLE = {f"vllm:kvmerge_{what}_total" for what in ("overflows", "not_offloaded_requests")}
-"""Metrics without a sample as long as nothing has overflowed and there is no KV connector."""
+LATER = "overflows", "not_offloaded_requests", "refreshes", "context_hits", "context_hit_tokens", "context_misses"
+NOT_YET = {f"vllm:kvmerge_{what}_total" for what in LATER} | {"vllm:kvmerge_refresh_seconds"}
+"""Metrics without a sample before something overflows, is refreshed (``test_limits``) or found (``test_contexts``)."""
 
 README = ROOT / "README.md"
 QUICKSTART = ROOT / "docs/quickstart.md"
@@ -104,15 +105,12 @@ def test_completions_with_and_without_a_policy(outputs):
 
 def test_chat_streams(outputs):
     lines = [line for line in outputs[2].splitlines() if line]
-    assert len(lines) > 2
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
+    assert len(lines) > 2 and all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
 
 
 def test_a_mistake_is_named(outputs):
     error = json.loads(outputs[3])["error"]
-    assert error["param"] == "kv_compression.budget"
-    assert error["code"] == 400
+    assert (error["param"], error["code"]) == ("kv_compression.budget", 400)
     documented = next(text for text in blocks(ROOT / "docs/request-field.md", "json") if "error" in text)
     assert json.loads(documented)["error"] == error
 
@@ -122,24 +120,14 @@ def test_metrics_are_all_there(outputs):
     named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
     assert len(named) == 27
     printed = {line.split("{")[0].split(" ")[0] for line in outputs[4].splitlines() if not line.startswith("#")}
-    after_refreshes = {"vllm:kvmerge_refreshes_total", "vllm:kvmerge_refresh_seconds"}  # see test_limits
-    after_contexts = {
-        f"vllm:kvmerge_context_{what}_total" for what in ("hits", "hit_tokens", "misses")
-    }  # test_contexts
-    for name in named - ONLY_AFTER_TROUBLE - after_refreshes - after_contexts:
+    for name in named - NOT_YET:
         assert name in printed or f"{name}_count" in printed, name
 
 
-def test_a_part_is_replaced(outputs):
-    usage = json.loads(outputs[5])["usage"]
-    assert usage["prompt_tokens"] == 1000
-    assert 1 <= usage["completion_tokens"] <= 5
-
-
-def test_a_document_before_its_question(outputs):
-    usage = json.loads(outputs[6])["usage"]
-    assert usage["prompt_tokens"] == 1000
-    assert 1 <= usage["completion_tokens"] <= 5
+@pytest.mark.parametrize("index", [5, 6], ids=["a part is replaced", "a document before its question"])
+def test_other_requests(outputs, index):
+    usage = json.loads(outputs[index])["usage"]
+    assert usage["prompt_tokens"] == 1000 and 1 <= usage["completion_tokens"] <= 5
 
 
 def test_the_official_client(server):
@@ -152,13 +140,15 @@ def test_the_official_client(server):
 
 def test_the_command_that_the_server_prints(server):
     start = next(index for index, line in enumerate(server.log) if line.startswith("PROMPT="))
-    answer = json.loads(run(["bash", "-c", "".join(server.log[start : start + 3])]))
-    assert answer["usage"]["kv_compression"]["entries"]["mean"] == 250
+    check_held(run(["bash", "-c", "".join(server.log[start : start + 3])]))
 
 
 def test_the_command_of_the_page_on_verifying(server):
-    (answer,) = map(json.loads, run_here(server, blocks(ROOT / "docs/verify.md", "bash")))
-    assert answer["usage"]["kv_compression"]["entries"]["mean"] == 250
+    check_held(*run_here(server, blocks(ROOT / "docs/verify.md", "bash")))
+
+
+def check_held(answer: str) -> None:
+    assert json.loads(answer)["usage"]["kv_compression"]["entries"]["mean"] == 250
 
 
 @pytest.mark.slow

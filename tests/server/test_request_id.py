@@ -20,12 +20,9 @@ from vllm_kvmerge.server.request_id import HEADER, RequestIdMiddleware, mark_log
 @pytest.fixture
 def log(monkeypatch):
     """JSON lines of a logger, while records are marked."""
-    factory = logging.getLogRecordFactory()
-    mark_log_records()
-    marked = logging.getLogRecordFactory()
-    mark_log_records()
-    assert logging.getLogRecordFactory() is marked
-    stream = io.StringIO()
+    factory, stream = logging.getLogRecordFactory(), io.StringIO()
+    for _ in range(2):
+        mark_log_records()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     logger = logging.getLogger("test_request_id")
@@ -47,25 +44,16 @@ def client():
     return TestClient(RequestIdMiddleware(Starlette(routes=[Route("/echo", echo)])))
 
 
-def test_a_clients_id_goes_through(client, log):
-    answer = client.get("/echo", headers={HEADER: "mine-1"})
-    assert answer.json() == "mine-1"
-    assert answer.headers.get_list(HEADER) == ["mine-1"]
-    assert [line["request_id"] for line in log()] == ["mine-1", "mine-1"]
-
-
-@pytest.mark.parametrize("given", [None, "", "x" * 129, "tab\there"])
-def test_an_id_is_made_up(client, log, given):
-    first, second = (client.get("/echo", headers={} if given is None else {HEADER: given}) for _ in range(2))
-    assert first.json() == first.headers[HEADER] != second.headers[HEADER]
-    assert len(first.json()) == 32
-    assert [line["request_id"] for line in log()] == [first.json()] * 2 + [second.json()] * 2
-
-
-def test_what_belongs_to_no_request_is_not_marked(client, log):
-    client.get("/echo")
-    logging.getLogger("test_request_id").info("outside")
-    assert "request_id" not in log()[-1]
+@pytest.mark.parametrize("given", ["mine-1", None, "", "x" * 129, "tab\there"])
+def test_an_id_is_the_clients_or_made_up(client, log, given):
+    ids = []
+    for _ in range(2):
+        answer = client.get("/echo", headers={} if given is None else {HEADER: given})
+        assert answer.headers.get_list(HEADER) == [answer.json()]
+        ids.append(answer.json())
+    assert ids == ["mine-1"] * 2 if given == "mine-1" else ids[0] != ids[1] and len(ids[0]) == 32
+    logging.getLogger("test_request_id").info("of no request")
+    assert [line.get("request_id") for line in log()] == [ids[0]] * 2 + [ids[1]] * 2 + [None]
 
 
 def test_our_lines_go_where_vllms_go(monkeypatch):
@@ -73,14 +61,10 @@ def test_our_lines_go_where_vllms_go(monkeypatch):
     from vllm.logger import configure_logging_if_needed
 
     configure_logging_if_needed(LoggingConfig())  # as an engine does: this process may have had none
-    ours = logging.getLogger("vllm_kvmerge")
-    monkeypatch.setattr(ours, "handlers", [])
+    ours, theirs, own = logging.getLogger("vllm_kvmerge"), logging.getLogger("vllm"), [logging.NullHandler()]
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    level = ours.level
-    log_as_vllm()
-    assert ours.handlers == logging.getLogger("vllm").handlers != []
-    ours.setLevel(level)
-    other = [logging.NullHandler()]
-    ours.handlers = other
-    log_as_vllm()
-    assert ours.handlers == other
+    monkeypatch.setattr(ours, "level", ours.level)
+    for before, after in (([], theirs.handlers), (own, own)):
+        monkeypatch.setattr(ours, "handlers", before)
+        log_as_vllm()
+        assert ours.handlers == after != []

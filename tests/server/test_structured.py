@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.random_model import write_llama
-from tests.server.conftest import Server, serving, wait_until
+from tests.server.conftest import Server, check_refused, events, serving, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -41,7 +41,7 @@ def write_bpe_tokenizer(folder: Path) -> None:
 
     tokenizer = ByteLevelBPETokenizer()
     text = (ROOT / "vllm_kvmerge" / "demo" / "handbook.txt").read_text()
-    tokenizer.train_from_iterator([text], vocab_size=800, special_tokens=["<s>", "</s>", "<think>", "</think>"])
+    tokenizer.train_from_iterator([text], vocab_size=800, special_tokens=["<s>", "</s>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
@@ -59,12 +59,11 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def chat(server: Server, **body) -> dict:
-    body = {"model": "demo", "messages": [{"role": "user", "content": TEXT}], "kv_compression": LOCAL} | body
-    response = server.post("/v1/chat/completions", {"max_tokens": 100, "temperature": 0} | body)
+    base = {"model": "demo", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 100, "temperature": 0}
+    response = server.post("/v1/chat/completions", base | {"kv_compression": LOCAL} | body)
     assert response.status_code == 200, response.text
     answer = response.json()
-    if body["kv_compression"] is not None:
-        assert answer["usage"]["kv_compression"]["entries"]["most"] == LOCAL["budget"]
+    assert answer["usage"]["kv_compression"]["entries"]["most"] == LOCAL["budget"]
     return answer["choices"][0]
 
 
@@ -74,25 +73,20 @@ def check_item(text: str) -> None:
     assert found["name"] in ("fiso", "lume") and 10 <= found["count"] <= 99 and len(found) == 2
 
 
-def test_a_json_schema(bpe):
-    schema = {"type": "json_schema", "json_schema": {"name": "item", "schema": SCHEMA}}
-    check_item(chat(bpe, response_format=schema)["message"]["content"])
-
-
-def test_a_json_object(bpe):
-    choice = chat(bpe, response_format={"type": "json_object"}, max_tokens=60)
-    assert choice["message"]["content"].startswith("{")  # random weights may never close it
-    if choice["finish_reason"] == "stop":
-        assert isinstance(json.loads(choice["message"]["content"]), dict)
-
-
-def test_a_choice(bpe):
-    assert chat(bpe, structured_outputs={"choice": ["fiso", "lume"]})["message"]["content"] in ("fiso", "lume")
-
-
-def test_a_regular_expression(bpe):
-    pattern = "[a-f]{3}-[0-9]{4}"
-    assert re.fullmatch(pattern, chat(bpe, structured_outputs={"regex": pattern})["message"]["content"])
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "item", "schema": SCHEMA}}}, r"\{.*\}"),
+        ({"response_format": {"type": "json_object"}}, r"\{(.|\n)*"),  # random weights may never close it
+        ({"structured_outputs": {"choice": ["fiso", "lume"]}}, "fiso|lume"),
+        ({"structured_outputs": {"regex": "[a-f]{3}-[0-9]{4}"}}, "[a-f]{3}-[0-9]{4}"),
+    ],
+)
+def test_answers_have_the_form_that_is_asked_for(bpe, asked, pattern):
+    text = chat(bpe, **asked)["message"]["content"]
+    assert re.fullmatch(pattern, text)
+    if "schema" in str(asked):
+        check_item(text)
 
 
 @pytest.fixture(scope="module")
@@ -105,128 +99,84 @@ def no_whitespace(bpe):
     return {str(token): -100 for token in range(len(tokenizer)) if re.search(r"\s", tokenizer.decode([token]))}
 
 
-@pytest.mark.parametrize("field", [LOCAL, None])
-@pytest.mark.parametrize("tool_choice", ["required", NAMED])
-def test_a_tool_call(bpe, no_whitespace, tool_choice, field):
-    asked = {"tools": [TOOL], "tool_choice": tool_choice, "parallel_tool_calls": False, "logit_bias": no_whitespace}
-    (call,) = chat(bpe, **asked, kv_compression=field)["message"]["tool_calls"]
+def test_a_tool_call(bpe, no_whitespace):
+    asked = {"tools": [TOOL], "tool_choice": NAMED, "parallel_tool_calls": False, "logit_bias": no_whitespace}
+    (call,) = chat(bpe, **asked)["message"]["tool_calls"]
     assert call["function"]["name"] == "count"
     check_item(call["function"]["arguments"])
 
 
-def test_a_conversation_with_a_tool_by_the_official_client(bpe, no_whitespace):
-    """A call, streamed, whose result is part of the next prompt."""
-    client = openai.OpenAI(base_url=bpe.url + "/v1", api_key="none")
-    messages = [{"role": "user", "content": f"Count. {TEXT}"}]
-    asked = {"model": "demo", "tools": [TOOL], "tool_choice": "required", "temperature": 0, "max_tokens": 100}
-    asked |= {"parallel_tool_calls": False, "logit_bias": no_whitespace, "extra_body": {"kv_compression": LOCAL}}
-    for turn in range(2):
-        name, arguments = "", ""
-        with client.chat.completions.create(
-            messages=messages, stream=True, stream_options={"include_usage": True}, **asked
-        ) as stream:
-            for chunk in stream:
-                for call in chunk.choices[0].delta.tool_calls or [] if chunk.choices else []:
-                    name += call.function.name or ""
-                    arguments += call.function.arguments or ""
-        assert chunk.usage.kv_compression["entries"]["most"] == LOCAL["budget"]
-        assert name == "count"
-        check_item(arguments)
-        call = {"id": f"call-{turn}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": "17"})
-
-
-def test_a_tool_call_is_compressed_while_it_is_streamed(bpe, no_whitespace):
-    field = {"policy": "h2o", "budget": 64, "decode": "bounded", "interval": 4}
-    asked = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": no_whitespace}
-    asked |= {"model": "demo", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 100, "temperature": 0}
-    whole = bpe.post("/v1/chat/completions", asked | {"kv_compression": field}).json()
-    client = openai.OpenAI(base_url=bpe.url + "/v1", api_key="none")
-    arguments, more = "", {"extra_body": {"kv_compression": field}, "stream_options": {"include_usage": True}}
-    with client.chat.completions.create(stream=True, **asked, **more) as stream:
+def streamed_call(server, **asked):
+    """Arguments of the call that the official client is streamed, and the report."""
+    name, arguments = "", ""
+    client, options = openai.OpenAI(base_url=server.url + "/v1", api_key="none"), {"include_usage": True}
+    with client.chat.completions.create(stream=True, stream_options=options, **asked) as stream:
         for chunk in stream:
             for call in chunk.choices[0].delta.tool_calls or [] if chunk.choices else []:
+                name += call.function.name or ""
                 arguments += call.function.arguments or ""
-    told = whole["usage"]["kv_compression"]
+    assert name == "count"
+    check_item(arguments)
+    return arguments, chunk.usage.kv_compression
+
+
+def test_a_conversation_with_a_tool_by_the_official_client(bpe, no_whitespace):
+    """A call, streamed, whose result is part of the next prompt."""
+    messages = [{"role": "user", "content": f"Count. {TEXT}"}]
+    asked = {"model": "demo", "tools": [TOOL], "tool_choice": "required", "temperature": 0, "max_tokens": 100}
+    asked |= {"parallel_tool_calls": False, "logit_bias": no_whitespace}
+    for turn in range(2):
+        arguments, told = streamed_call(bpe, messages=messages, extra_body={"kv_compression": LOCAL}, **asked)
+        assert told["entries"]["most"] == LOCAL["budget"]
+        call = {"id": f"call-{turn}", "type": "function", "function": {"name": "count", "arguments": arguments}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": "17"})
+    field = {"policy": "h2o", "budget": 64, "decode": "bounded", "interval": 4}  # is compressed while it is streamed
+    arguments, told = streamed_call(bpe, messages=messages[:1], extra_body={"kv_compression": field}, **asked)
     assert told["compressions"] > 3 and told["entries"]["most"] <= 64 + 4
-    assert chunk.usage.kv_compression["entries"] == told["entries"]
+    whole = bpe.post("/v1/chat/completions", asked | {"messages": messages[:1], "kv_compression": field}).json()
     (call,) = whole["choices"][0]["message"]["tool_calls"]
     assert json.loads(arguments) == json.loads(call["function"]["arguments"])
-    check_item(arguments)
+    assert whole["usage"]["kv_compression"]["entries"] == told["entries"]
 
 
-def test_a_session_changes_nothing(bpe):
-    def answer(**more) -> tuple[str, dict]:
-        body = {"model": "demo", "prompt": f"In a session. {TEXT}", "max_tokens": 20, "kv_compression": LOCAL}
-        found = bpe.post("/v1/completions", body | more).json()
-        return found["choices"][0]["text"], found["usage"]["kv_compression"]["entries"]
-
-    plain = answer(temperature=0)
-    assert answer(temperature=0, session_id="one") == answer(temperature=0, vllm_xargs={"session_id": "two"}) == plain
-
-
-def test_reasoning_is_told_apart(bpe):
-    """A model that never stops to think: all of its answer is reasoning, the same as without a parser."""
-    thinking = {"kv_compression": LOCAL, "logit_bias": {"3": -100}}  # of </think>, which a random model may choose
-    folder = bpe.process.args[bpe.process.args.index("serve") + 1]
-    options = "--served-model-name", "demo", "--reasoning-parser", "deepseek_r1"
-    with serving(*options, command=("-m", "vllm_kvmerge.cli", "serve", folder)) as server:
-        thought = chat(server, **thinking)["message"]
-        streamed = {"model": "demo", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 100}
-        events = server.post("/v1/chat/completions", streamed | thinking | {"temperature": 0, "stream": True})
-    said = chat(bpe, **thinking)["message"]
-    assert said["content"] and not thought["content"] and thought["reasoning"] == said["content"]
-    lines = [line.removeprefix("data: ") for line in events.text.splitlines() if line.startswith("data: {")]
-    deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
-    assert "".join(delta.get("reasoning") or "" for delta in deltas) == said["content"]
-
-
+WORDS = "recall fiso " * 50
+CHAT = {"messages": [{"role": "user", "content": WORDS}]}
 UNSPELLABLE = [
-    ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
-    ("/v1/chat/completions", {"structured_outputs": {"regex": "[A-Z]{3}#"}}),
-    ("/v1/completions", {"structured_outputs": {"grammar": 'root ::= "{" [A-Z]+ "}"'}}),
-    ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "item", "schema": SCHEMA}}}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", CHAT | {"structured_outputs": {"regex": "[A-Z]{3}#"}}),
+    ("/v1/completions", {"prompt": WORDS, "structured_outputs": {"grammar": 'root ::= "{" [A-Z]+ "}"'}}),
+    ("/v1/responses", {"input": WORDS, "text": {"format": {"type": "json_schema", "name": "item", "schema": SCHEMA}}}),
 ]
 """What the demo model's tokenizer has no tokens for, or not in this order."""
 
 
-def ask_unspellable(server: Server, case: int, **more) -> httpx.Response:
-    route, asked = UNSPELLABLE[case]
-    prompt = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(route, "messages")
-    text = "recall fiso " * (50 + case)
-    body = {"model": "demo", prompt: [{"role": "user", "content": text}] if prompt == "messages" else text}
-    return server.post(route, body | asked | more)
-
-
-@pytest.mark.parametrize("field", [None, LOCAL])
-@pytest.mark.parametrize("case", range(len(UNSPELLABLE)))
-def test_what_the_tokenizer_cannot_spell_is_a_bad_request(server, case, field):
-    """HTTP 500 of vLLM itself, which ends the request once no token is allowed."""
-    answer = ask_unspellable(server, case, kv_compression=field)
-    error = answer.json()["error"]
-    assert answer.status_code == error["code"] == 400 and error["type"] == "BadRequestError"
-    assert error["message"].startswith("structured output: no token of the model's vocabulary can come next")
+def ask_unspellable(server: Server, route: str, asked: dict, **more) -> httpx.Response:
+    return server.post(route, {"model": "demo"} | asked | more)
 
 
 def test_a_stream_that_cannot_be_spelled_ends_with_the_error(server):
-    events = ask_unspellable(server, 0, stream=True).text.split("\n\n")
-    assert json.loads(events[0].removeprefix("data: "))["error"]["code"] == 400
-    assert events[1] == "data: [DONE]"
+    stream = ask_unspellable(server, *UNSPELLABLE[0], stream=True)
+    assert events(stream)[0]["error"]["code"] == 400 and stream.text.split("\n\n")[1] == "data: [DONE]"
 
 
-def test_requests_that_cannot_be_spelled_do_no_harm_to_others(server):
-    bodies = [{"kv_compression": field, "max_tokens": 60, "ignore_eos": True} for field in (None, LOCAL)]
-    prompt = "lume recall " * 90
+def test_what_the_tokenizer_cannot_spell_is_a_bad_request_and_does_no_harm_to_others(server):
+    fields, prompt = (None, LOCAL), "lume recall " * 90
+    said = "structured output: no token of the model's vocabulary can come next"
 
-    def complete(body: dict) -> str:
-        return server.complete(prompt, **body)["choices"][0]["text"]
+    def complete(field: dict | None) -> str:
+        return server.complete(prompt, kv_compression=field, max_tokens=60, ignore_eos=True)["choices"][0]["text"]
 
-    alone = [complete(body) for body in bodies]
+    alone = [complete(field) for field in fields]
     with ThreadPoolExecutor(14) as pool:
-        together = [pool.submit(complete, body) for body in bodies * 3]
-        bad = [pool.submit(ask_unspellable, server, case, kv_compression=LOCAL) for case in (0, 1, 2, 3) * 2]
-        assert [one.result().status_code for one in bad] == [400] * 8
+        together = [pool.submit(complete, field) for field in fields * 3]
+        bad = [
+            pool.submit(ask_unspellable, server, *case, kv_compression=field)
+            for case in UNSPELLABLE
+            for field in fields
+        ]
+        for one in bad:
+            check_refused(one.result(), None, said)
         assert [one.result() for one in together] == alone * 3
     assert server.process.poll() is None
     wait_until(lambda: not server.metric("vllm:kv_cache_usage_perc"))

@@ -34,8 +34,7 @@ def client() -> Iterator[TestClient]:
 @pytest.mark.parametrize(
     ("name", "content_type"),
     [
-        ("", "text/html; charset=utf-8"),
-        ("/index.html", "text/html; charset=utf-8"),
+        *((name, "text/html; charset=utf-8") for name in ("", "/index.html")),
         ("/style.css", "text/css; charset=utf-8"),
         ("/icon.svg", "image/svg+xml"),
         *((f"/{script}", "text/javascript; charset=utf-8") for script in SCRIPTS),
@@ -65,27 +64,12 @@ def test_a_file_that_has_not_changed_is_not_sent_again(client):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "nothing.js",
-        "../page.py",
-        "..%2fpage.py",
-        "%2e%2e/page.py",
-        "..%5cpage.py",
-        "%2fetc%2fpasswd",
-        "%2e%2e",
-        "ui/app.js",
-    ],
+    "name", ["nothing.js", "../page.py", "..%2fpage.py", "..%5cpage.py", "%2fetc%2fpasswd", "%2e%2e"]
 )
 def test_nothing_else_is_served(client, name):
     response = client.get(f"/kvmerge/ui/{name}")
     assert response.status_code in (404, 307)
     assert b"import" not in response.content and b"root:" not in response.content
-
-
-def test_a_slash_too_many_leads_to_the_page(client):
-    response = client.get("/kvmerge/ui/")
-    assert (response.status_code, response.headers["location"]) == (307, "http://testserver/kvmerge/ui")
 
 
 def test_everything_that_the_files_name_is_there(client):
@@ -97,6 +81,7 @@ def test_everything_that_the_files_name_is_there(client):
     for script in SCRIPTS:
         named |= set(re.findall(r'from "\./([^"]+)"', (page.FOLDER / script).read_text()))
     assert named == {path.name for path in page.FOLDER.iterdir()} - {"index.html"}
+    assert '"vllm_kvmerge.server" = ["ui/*"]' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
 
 def test_the_page_knows_the_demo_model(client):
@@ -139,19 +124,11 @@ def test_the_key_is_the_password_of_the_page():
         assert client.get(route, headers={"Authorization": "Bearer another"}).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "value", ["Basic", "Basic !!", "Basic YW55b25l", "Basic é", "Bearer", "Digest YTpvcGVuIHNlc2FtZQ=="]
-)
-def test_what_is_no_password_is_refused(value):
+def test_what_is_no_password_is_refused():
     client = client_of("some/model", ["open sesame"])
-    answer = client.get("/kvmerge/ui", headers={"Authorization": value.encode("latin-1")})
-    assert answer.status_code == 401
-
-
-def test_the_files_are_part_of_the_package():
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"vllm_kvmerge.server" = ["ui/*"]' in text
-    assert all(path.suffix in page.CONTENT_TYPES for path in page.FOLDER.iterdir())
+    for value in ("Basic", "Basic !!", "Basic YW55b25l", "Basic é", "Bearer", "Digest YTpvcGVuIHNlc2FtZQ=="):
+        answer = client.get("/kvmerge/ui", headers={"Authorization": value.encode("latin-1")})
+        assert answer.status_code == 401, value
 
 
 def test_a_file_that_has_changed_has_another_tag(tmp_path: Path) -> None:

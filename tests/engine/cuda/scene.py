@@ -8,12 +8,12 @@ from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.ops.conftest import CacheMaker, Sequence
+from tests.ops.conftest import TOLERANCE, CacheMaker, Sequence, relative_error
 from vllm_kvmerge.engine.attention.common import DTYPES
-from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBuilder, CUDAAttentionImpl
+from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBuilder, CUDAAttentionImpl, CUDAAttentionMetadata
 from vllm_kvmerge.engine.attention.rows import BatchRow
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
-from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, ScoreUpdate, SequenceLayers, reference
+from vllm_kvmerge.ops import NO_UPDATE, AttentionBatch, HeadPages, PagedKVCache, ScoreUpdate, SequenceLayers, reference
 
 HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE = 2, 2, 32, 16
 SCALE = HEAD_SIZE**-0.5
@@ -82,6 +82,14 @@ class Scene:
             self.cache = self.cache.view(torch.uint8)  # as vLLM has it
         self.builder.use_pages((self.ours,))
 
+    def plain(self, seq_len: int, num_tokens: int = 1, **row) -> Request:
+        return Request(self.maker.sequence(0, 0, seq_len), num_tokens, BatchRow(**row))
+
+    def compressed(
+        self, front: int, tail: int, seq_len: int, num_tokens: int = 1, update: ScoreUpdate = NO_UPDATE, **row
+    ) -> Request:
+        return Request(self.maker.sequence(front, tail, seq_len), num_tokens, BatchRow(front, tail, update, **row))
+
     def paged(self, front: int, tail: int, seq_len: int, num_tokens: int, update: ScoreUpdate) -> Request:
         """A request whose heads have the pages of a front's blocks in any order, and entries up to somewhere in their
         last one. front: a multiple of the block size, and of the number of heads."""
@@ -133,6 +141,24 @@ class Scene:
     def forward(self, metadata, num_tokens: int) -> None:
         query, output = self.query[:num_tokens], self.output[:num_tokens]
         self.impl.forward(self.layer, query, None, None, self.cache, metadata, output)
+
+    def check(self, requests: list[Request], num_rows: int | None = None) -> CUDAAttentionMetadata:
+        """Output and scores are the reference's. All sequences have been made."""
+        self.finish_cache()
+        metadata = self.builder.build(0, self.common(requests, num_rows))
+        expected = self.expected(requests)
+        self.forward(metadata, len(expected))
+        assert expected.isfinite().all() and self.output[len(expected) :].isnan().all()
+        assert relative_error(self.output[: len(expected)], expected) < TOLERANCE[self.maker.dtype]
+        assert relative_error(self.scores(self.ours, requests), self.scores(self.theirs, requests)) < 1e-4
+        return metadata
+
+    def check_window(self, request: Request, query: Tensor) -> None:
+        """Its prompt is scored by the last of its queries as by the reference."""
+        window, seq_len = request.row.window, request.sequence.seq_len
+        statistics, query = torch.zeros(2, HEADS, seq_len), query[-window.num_queries :]
+        reference.score_prompt_queries(query, self.theirs, request.sequence.blocks, window.update, SCALE, *statistics)
+        assert relative_error(window.prompt_scores.scores[0], statistics[0]) < 1e-4
 
     def expected(self, requests: list[Request]) -> Tensor:
         """The reference's output, row by row; it updates the scores of ``theirs``."""

@@ -11,17 +11,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
-from tests.engine.cuda import flash_attention  # noqa: E402
-from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, SCALE, Request, Scene  # noqa: E402
+from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS, MAX_ROWS, Request, Scene  # noqa: E402
 from tests.ops.conftest import first_in_window  # noqa: E402
 from tests.ops.test_cpu import relative_error  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import BatchRow, PromptScores, QueryRing, ScoreWindow  # noqa: E402
-from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate, reference  # noqa: E402
-from vllm_kvmerge.ops.triton import attention  # noqa: E402
+from vllm_kvmerge.ops import NO_UPDATE, ScoreMode, ScoreUpdate  # noqa: E402
 from vllm_kvmerge.ops.types import QUANTISED  # noqa: E402
 
-TOLERANCE = {torch.float32: 1e-5} | dict.fromkeys([torch.bfloat16, *QUANTISED], 1e-2)
+DTYPES = [torch.float32, torch.bfloat16, *QUANTISED]
 SUM, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
 
 
@@ -36,40 +34,26 @@ def ring(window: int, dtype=torch.float32) -> QueryRing:
     return QueryRing.empty(1, window, HEADS * GROUPS, HEAD_SIZE, dtype)
 
 
-def compressed(scene, front, tail, seq_len, num_tokens=1, update=NO_UPDATE, ring=None) -> Request:
-    row = BatchRow(front, tail, update, ring=ring)
-    return Request(scene.maker.sequence(front, tail, seq_len), num_tokens, row)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "interleaved"), [*((one, False) for one in TOLERANCE), (torch.float32, True)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "interleaved"), [*((one, False) for one in DTYPES), (torch.float32, True)], ids=str)
 def test_a_batch_of_everything(dtype, interleaved):
-    """Decoding, chunks and whole prompts, plain and compressed, scored and kept, in no particular order."""
+    """Decoding, chunks and whole prompts, plain and compressed, scored and kept, with heads' own pages and without, in
+    no particular order."""
     scene = Scene(1, dtype, interleaved=interleaved)
     window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
     short, long, whole = (ring(size, scene.query.dtype) for size in (4, 3, 6))
     requests = [
-        compressed(scene, 37, 64, 99, update=SUM),
-        Request(scene.maker.sequence(0, 0, 70), 9, BatchRow()),
-        compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),
-        Request(scene.maker.sequence(0, 0, 90), 40, BatchRow(window=window, ring=short)),
-        compressed(scene, 17, 200, 210, update=EMA, ring=long),
-        Request(scene.maker.sequence(0, 0, 30), 30, BatchRow(ring=whole)),
+        scene.paged(64, 96, 120, 1, SUM),
+        scene.compressed(20, 50, 77, num_tokens=9, update=EMA),
+        scene.paged(96, 128, 150, 3, ScoreUpdate(ScoreMode.MEAN, 1.0)),
+        scene.plain(90, 40, window=window, ring=short),
+        scene.compressed(17, 200, 210, update=EMA, ring=long),
+        scene.plain(30, 30, ring=whole),
     ]
-    scene.finish_cache()
     scene.builder.keeps_queries = True
-    metadata = scene.builder.build(0, scene.common(requests))
+    metadata = scene.check(requests)
     assert [part.max_query_len for part in metadata.parts] == [1, 9, 9, 30, 40]  # three tokens count as nine
-    expected = scene.expected(requests)
-    scene.forward(metadata, len(expected))
-    assert relative_error(scene.output[: len(expected)].float(), expected.float()) < TOLERANCE[dtype]
-    assert relative_error(scene.scores(scene.ours, requests), scene.scores(scene.theirs, requests)) < 1e-4
-
     query = scene.query[1 + 9 + 3 :][:40]
-    statistics = torch.zeros(2, HEADS, 90)
-    reference.score_prompt_queries(query[-5:], scene.theirs, requests[3].sequence.blocks, SUM, SCALE, *statistics)
-    assert relative_error(window.prompt_scores.scores[0], statistics[0]) < 1e-4
+    scene.check_window(requests[3], query)
     assert torch.equal(short.queries(90)[0], query[-4:])
     assert torch.equal(long.queries(210)[0, -1], scene.query[1 + 9 + 3 + 40])
     assert torch.equal(whole.queries(30)[0], scene.query[1 + 9 + 3 + 40 + 1 :][24:30])
@@ -96,7 +80,11 @@ class Graph(TorchDispatchMode):
             step()
 
 
-def capture(monkeypatch, run) -> Graph:
+def captured(monkeypatch, scene: Scene, sequence) -> Graph:
+    """A forward pass of dummies."""
+    dummies = [Request(sequence, 1, BatchRow()) for _ in range(MAX_ROWS)]
+    scene.forward(scene.builder.build_for_cudagraph_capture(scene.common(dummies)), MAX_ROWS)  # allocates
+    metadata = scene.builder.build_for_cudagraph_capture(scene.common(dummies))
     graph, launch = Graph(), InterpretedFunction.run
 
     def recorded(kernel, *args, **kwargs):
@@ -104,69 +92,17 @@ def capture(monkeypatch, run) -> Graph:
 
     with monkeypatch.context() as patch, graph:
         patch.setattr(InterpretedFunction, "run", recorded)
-        run()
+        scene.forward(metadata, MAX_ROWS)
     return graph
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_heads_with_pages_of_their_own(interleaved):
-    """Beside rows without, in batches that keep logits and in such that do not."""
-    scene = Scene(3, interleaved=interleaved)
-    requests = [
-        scene.paged(64, 96, 120, 1, SUM),
-        compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),
-        scene.paged(96, 128, 150, 3, ScoreUpdate(ScoreMode.MEAN, 1.0)),
-        Request(scene.maker.sequence(0, 0, 70), 9, BatchRow()),
-        scene.paged(64, 64, 95, 25, EMA),
-        scene.paged(96, 96, 99, 1, EMA),
-    ]
-    scene.finish_cache()
-    metadata = scene.builder.build(0, scene.common(requests))
-    assert [part.max_query_len for part in metadata.parts] == [1, 9, 9, 25]
-    assert [part.tables is not None for part in metadata.parts] == [True, True, False, True]
+def replayed(graph: Graph, scene: Scene, requests: list[Request]) -> None:
+    """Checks the output of ``requests``."""
+    scene.builder.build(0, scene.common(requests, num_rows=MAX_ROWS))
     expected = scene.expected(requests)
-    scene.forward(metadata, len(expected))
-    assert relative_error(scene.output[: len(expected)], expected) < 1e-5
-    for one in requests:
-        assert relative_error(scene.scores(scene.ours, [one]), scene.scores(scene.theirs, [one])) < 1e-4
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_plain_rows_on_flash_attention(version, monkeypatch):
-    """Beside compressed ones, of which some have heads with pages, in batches that keep logits and in such that do not:
-    output, scores and kept queries are those of a batch that is ours throughout. Its log-sum-exp serves to score."""
-    attend = attention._Call.attend
-
-    def with_values(self, output, values):
-        assert values, "the log-sum-exp of plain rows is known"
-        return attend(self, output, values)
-
-    monkeypatch.setattr(attention._Call, "attend", with_values)
-    with flash_attention.installed(version) as calls:
-        scene, kept = Scene(7, torch.bfloat16), ring(4, torch.bfloat16)
-        window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
-        requests = [
-            scene.paged(64, 96, 120, 1, SUM),
-            Request(scene.maker.sequence(0, 0, 70), 9, BatchRow(ring=kept)),
-            compressed(scene, 20, 50, 77, num_tokens=3, update=EMA),
-            Request(scene.maker.sequence(0, 0, 90), 40, BatchRow(window=window)),
-            Request(scene.maker.sequence(0, 0, 64), 1, BatchRow()),
-            scene.paged(64, 64, 95, 25, EMA),
-        ]
-        scene.finish_cache()
-        scene.builder.uses_flash = True
-        metadata = scene.builder.build(0, scene.common(requests))
-        assert [len(part) for part in metadata.parts] == [1, 1, 1]
-        expected = scene.expected(requests)
-        scene.forward(metadata, len(expected))
-        assert calls == [version]
-    assert relative_error(scene.output[: len(expected)].float(), expected.float()) < TOLERANCE[torch.bfloat16]
-    assert relative_error(scene.scores(scene.ours, requests), scene.scores(scene.theirs, requests)) < 1e-4
-    assert torch.equal(kept.queries(70)[0], scene.query[1:10][-4:])
-    statistics = torch.zeros(2, HEADS, 90)
-    query = scene.query[13:53][-5:]
-    reference.score_prompt_queries(query, scene.theirs, requests[3].sequence.blocks, SUM, SCALE, *statistics)
-    assert relative_error(window.prompt_scores.scores[0], statistics[0]) < 1e-4
+    graph.replay()
+    assert relative_error(scene.output[: len(requests)], expected) < 1e-5
+    assert scene.output[len(requests) :].isnan().all()
 
 
 def in_window(scene, seq_len, num_tokens=1) -> Request:
@@ -176,17 +112,11 @@ def in_window(scene, seq_len, num_tokens=1) -> Request:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_layer_with_a_window(dtype, chunked):
     """Decoding, chunks and whole prompts, longer than the window and shorter."""
     scene = Scene(4, dtype, window=50, chunked=chunked)
-    requests = [in_window(scene, *one) for one in ((200, 1), (30, 1), (90, 40), (70, 70), (49, 3), (400, 5))]
-    scene.finish_cache()
-    metadata = scene.builder.build(0, scene.common(requests))
-    expected = scene.expected(requests)
-    scene.forward(metadata, len(expected))
-    assert expected.isfinite().all()
-    assert relative_error(scene.output[: len(expected)].float(), expected.float()) < TOLERANCE[dtype]
+    scene.check([in_window(scene, *one) for one in ((200, 1), (30, 1), (90, 40), (70, 70), (49, 3), (400, 5))])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -196,9 +126,9 @@ def test_a_layer_that_reads_anothers_cache(num_tokens):
     scene.impl.kv_sharing_target_layer_name = "owner"
     window = ScoreWindow(5, SUM, PromptScores.empty(1, HEADS, 90))
     requests = [
-        compressed(scene, 37, 64, 99, num_tokens, SUM, kept),
+        scene.compressed(37, 64, 99, num_tokens, SUM, ring=kept),
         scene.paged(64, 80, 95, num_tokens, EMA),
-        Request(scene.maker.sequence(0, 0, 90), num_tokens, BatchRow(window=window)),
+        scene.plain(90, num_tokens, window=window),
     ]
     scene.finish_cache()
     scene.builder.keeps_queries = True
@@ -218,18 +148,11 @@ def test_a_captured_graph_of_other_layers_holds_for_every_batch(monkeypatch, kin
     scene.impl.kv_sharing_target_layer_name = "owner" if kind == "shared" else None
     batches = [[in_window(scene, n) for n in lens] for lens in ((300, 5, 51, 50), (1,), (64, 100, 49, 2, 500, 7))]
     if kind == "shared":
-        batches.append([compressed(scene, 16, 20, 99, update=SUM), scene.paged(64, 80, 95, 1, EMA)])
+        batches.append([scene.compressed(16, 20, 99, update=SUM), scene.paged(64, 80, 95, 1, EMA)])
     scene.finish_cache()
-    dummies = [Request(batches[0][1].sequence, 1, BatchRow()) for _ in range(MAX_ROWS)]
-    scene.forward(scene.builder.build_for_cudagraph_capture(scene.common(dummies)), MAX_ROWS)  # allocates
-    metadata = scene.builder.build_for_cudagraph_capture(scene.common(dummies))
-    graph = capture(monkeypatch, lambda: scene.forward(metadata, MAX_ROWS))
+    graph, before = captured(monkeypatch, scene, batches[0][1].sequence), scene.ours.scores.clone()
     for requests in batches:
-        scene.builder.build(0, scene.common(requests, num_rows=MAX_ROWS))
-        before, expected = scene.ours.scores.clone(), scene.expected(requests)
-        graph.replay()
-        assert relative_error(scene.output[: len(requests)], expected) < 1e-5
-        assert scene.output[len(requests) :].isnan().all()
+        replayed(graph, scene, requests)
         assert torch.equal(scene.ours.scores, before)
 
 
@@ -238,32 +161,24 @@ def test_a_captured_graph_holds_for_every_batch(monkeypatch):
     scene, first, second = Scene(2), ring(4), ring(2)
     batches = [
         [
-            compressed(scene, 37, 64, 99, update=SUM, ring=first),
-            Request(scene.maker.sequence(0, 0, 70), 1, BatchRow()),
-            compressed(scene, 20, 50, 77, update=EMA),
-            compressed(scene, 33, 33, 40, ring=second),
+            scene.compressed(37, 64, 99, update=SUM, ring=first),
+            scene.plain(70, 1),
+            scene.compressed(20, 50, 77, update=EMA),
+            scene.compressed(33, 33, 40, ring=second),
             scene.paged(64, 80, 95, 1, SUM),
         ],
-        [Request(scene.maker.sequence(0, 0, 5), 1, BatchRow()) for _ in range(2)],
-        [compressed(scene, 90, 300, 411, update=SUM, ring=second), scene.paged(96, 128, 133, 1, NO_UPDATE)],
-        [compressed(scene, 16, 20, 20 + n, update=EMA) for n in range(1, MAX_ROWS + 1)],
+        [scene.plain(5, 1) for _ in range(2)],
+        [scene.compressed(90, 300, 411, update=SUM, ring=second), scene.paged(96, 128, 133, 1, NO_UPDATE)],
+        [scene.compressed(16, 20, 20 + n, update=EMA) for n in range(1, MAX_ROWS + 1)],
     ]
     scene.finish_cache()
     scene.builder.keeps_queries = True
-    dummies = [Request(batches[0][1].sequence, 1, BatchRow()) for _ in range(MAX_ROWS)]
-    scene.forward(scene.builder.build_for_cudagraph_capture(scene.common(dummies)), MAX_ROWS)  # allocates
-    metadata = scene.builder.build_for_cudagraph_capture(scene.common(dummies))
-    graph = capture(monkeypatch, lambda: scene.forward(metadata, MAX_ROWS))
+    graph = captured(monkeypatch, scene, batches[0][1].sequence)
     assert len(graph.steps) >= 3
     for requests in batches:
         for one in (first, second):
             one._ring.zero_()
-        scene.builder.build(0, scene.common(requests, num_rows=MAX_ROWS))
-        expected = scene.expected(requests)
-        graph.replay()
-        n = len(requests)
-        assert relative_error(scene.output[:n], expected) < 1e-5
-        assert scene.output[n:].isnan().all()
+        replayed(graph, scene, requests)
         assert relative_error(scene.scores(scene.ours, requests), scene.scores(scene.theirs, requests)) < 1e-4
         for one in (first, second):
             written = torch.zeros_like(one._ring[0])

@@ -96,15 +96,13 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     told counts both."""
     config = compression._config
     config.parallel_config.tensor_parallel_size = 4
-    config.model_config.get_total_num_kv_heads = lambda: 2
+    config.model_config.hf_text_config = None
+    config.model_config.model_arch_config = [SimpleNamespace(total_num_kv_heads=2)]
     compression._compactor.execute = lambda compactions, begun: Execution(
         torch.tensor([[3, 5, 1, 9, 2, 7]]), {}, {}, {}, {}, []
     )
-    of_first, of_third = [3, 5, 1, 9, 2, 7], [1, 2, 0, 8, 3, 5]
-    group = SimpleNamespace(cpu_group=None)
-    group.all_gather = lambda bits, dim: torch.cat(
-        [torch.tensor([own]).unsqueeze(-1).view(bits.dtype) for own in (of_first, of_first, of_third, of_third)]
-    )
+    of_all = torch.tensor([[3, 5, 1, 9, 2, 7]] * 2 + [[1, 2, 0, 8, 3, 5]] * 2).unsqueeze(-1)
+    group = SimpleNamespace(cpu_group=None, all_gather=lambda bits, dim: of_all.view(bits.dtype))
     monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: group)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: None)
     plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])

@@ -7,7 +7,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_block_hash, get_group_id
 
 from tests.engine.machine.setting import BLOCK_SIZE
-from tests.engine.machine.worker import GROUPS, Worker, check, root
+from tests.engine.machine.worker import GROUPS, Worker, root
 from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
 
 
@@ -71,22 +71,20 @@ class Audit:
         return held
 
     def _check_references(self) -> None:
-        check(not self._manager._retired, "blocks are retired between two steps")
+        assert not self._manager._retired, "blocks are retired between two steps"
         held, free = self._held(), 0
         for block in self._pool.blocks:
             if not block.is_null:
                 number = held[block.block_id]
-                check(
-                    block.ref_cnt == number, "block {} has {} references, not {}", block.block_id, block.ref_cnt, number
-                )
+                assert block.ref_cnt == number, f"block {block.block_id} has {block.ref_cnt} references, not {number}"
                 free += number == 0
         queue = self._pool.free_block_queue
-        check(queue.num_free_blocks == free, "{} blocks are free, and {} in the queue", free, queue.num_free_blocks)
+        assert queue.num_free_blocks == free, f"{free} blocks are free, and {queue.num_free_blocks} in the queue"
         owners = Counter[int]()
         for manager in self._scheduler._managers:
             owners.update({block.block_id for row in manager.req_to_blocks.values() for block in row})
-        check(
-            all(number == 1 for block, number in owners.items() if block), "a block is in two groups of layers' tables"
+        assert all(number == 1 for block, number in owners.items() if block), (
+            "a block is in two groups of layers' tables"
         )
 
     def _check_hashes(self) -> None:
@@ -95,16 +93,16 @@ class Audit:
         for block in self._pool.blocks:
             others = self._pool.cached_block_hashes_by_block.get(block.block_id, ())
             if block.block_hash is None:
-                check(not others, "block {} has other hashes, and no first one", block.block_id)
+                assert not others, f"block {block.block_id} has other hashes, and no first one"
                 continue
             of_fronts = set(parts.get(block.block_id, {}).values())
             for hashed in {block.block_hash, *others} - of_fronts:
                 expected = self._contents.get(get_block_hash(hashed))
-                check(expected is not None, "block {} has a hash that nobody knows", block.block_id)
+                assert expected is not None, f"block {block.block_id} has a hash that nobody knows"
                 held = worker.content[block.block_id] ^ GROUPS[get_group_id(hashed)]
-                check(bool((held == expected).all()), "block {} does not hold what its hash says", block.block_id)
+                assert (held == expected).all(), f"block {block.block_id} does not hold what its hash says"
                 cached = self._pool.cached_block_hash_to_block.contain(hashed, block.block_id)
-                check(cached, "the hash of block {} does not lead to it", block.block_id)
+                assert cached, f"the hash of block {block.block_id} does not lead to it"
 
     def _check_fronts(self) -> None:
         if (fronts := self._manager.fronts) is None:
@@ -112,7 +110,7 @@ class Audit:
         # The worker learns in the next step what has gone since.
         known = {*fronts._fronts, *fronts._expected, *fronts._forgotten}
         gone = set(self._worker.fronts) - known
-        check(not gone, "the worker keeps {} fronts that the scheduler does not know", len(gone))
+        assert not gone, f"the worker keeps {len(gone)} fronts that the scheduler does not know"
         kept_turns = {turn.key for turn in self._scheduler._sharing._turns.values()}
         for key, front in fronts._fronts.items():
             if key not in kept_turns:  # the worker hears of those in the next step
@@ -121,7 +119,7 @@ class Audit:
                 }
                 self._worker.check_front(key, front.rows, (block.block_id for block in front.blocks), windows)
             for block in front.all_blocks:
-                check(key in fronts._of_block[block.block_id], "a front's block is not known as one")
+                assert key in fronts._of_block[block.block_id], "a front's block is not known as one"
 
     def _check_requests(self) -> None:
         for request in self._scheduler.running:
@@ -133,56 +131,35 @@ class Audit:
             if name in self._scheduler._spread:
                 continue
             segments = self._manager.segments_of(name)
-            check(
-                (segments.num_places, segments.tail, segments.changed_at)
-                == (sequence.places, sequence.tail, sequence.changed_at),
-                "the scheduler takes {} for {}, and the worker has {} entries and tokens from {}",
-                name,
-                segments,
-                sequence.places,
-                sequence.tail,
-            )
+            known = segments.num_places, segments.tail, segments.changed_at
+            expected = sequence.places, sequence.tail, sequence.changed_at
+            assert known == expected, f"scheduler and worker do not hold the same of {name}"
 
     def run_at_end(self) -> None:
         """Nothing is left of any request, and what stays in the prefix cache can be given up."""
         scheduler, manager = self._scheduler, self._manager
         self.run()
-        check(not scheduler.requests and not scheduler.running and not scheduler.waiting, "requests are left")
+        assert not scheduler.requests and not scheduler.running and not scheduler.waiting, "requests are left"
         free = self._pool.get_num_free_blocks()
-        check(free == self._pool.num_gpu_blocks - 1, "{} of {} blocks are free", free, self._pool.num_gpu_blocks - 1)
-        left = {
-            "segments": manager.segments,
-            "blocks that compressions read": manager._still_read,
-            "offers": manager._offers,
-            "fronts taken over": manager._taken_over,
-            "admission caps": manager.most_tokens,
-            "blocks found": manager._num_found,
-            "compressions": scheduler._compressions,
-            "compressions due": scheduler._due,
-            "spread compressions": scheduler._spread,
-            "repetitions": scheduler._repeating,
-            "orphans": scheduler._orphans,
-            "reports": scheduler._reported,
-            "reports awaited": scheduler._unreported,
-            "kept bytes": scheduler._kept_bytes,
-            "external bytes": scheduler._external_bytes,
-            "shared contexts' state": scheduler._sharing,
-            "failures": scheduler._failed,
-            "accounts": scheduler._accounts,
-            "contexts asked for": scheduler._contexts._asked,
-        }
-        for what, some in left.items():
-            check(not some, "{} are left: {}", what, some)
+        assert free == self._pool.num_gpu_blocks - 1, f"{free} of {self._pool.num_gpu_blocks - 1} blocks are free"
+        for owner, names in (
+            (manager, "segments _still_read _offers _taken_over most_tokens _num_found"),
+            (scheduler, "_compressions _due _spread _repeating _orphans _reported _unreported _kept_bytes"),
+            (scheduler, "_external_bytes _sharing _failed _accounts"),
+            (scheduler._contexts, "_asked"),
+        ):
+            for name in names.split():
+                assert not (left := getattr(owner, name)), f"{name} are left: {left}"
         worker = self._worker
-        check(not worker.sequences, "the worker still knows {}", list(worker.sequences))
+        assert not worker.sequences, f"the worker still knows {list(worker.sequences)}"
         fronts = manager.fronts
         if fronts is not None:
-            check(not fronts._expected, "fronts are awaited that nobody makes")
-            check(set(worker.fronts) == set(fronts._fronts), "worker and scheduler know different fronts")
-            check(not fronts._pinned, "fronts are pinned that nobody keeps")
+            assert not fronts._expected, "fronts are awaited that nobody makes"
+            assert set(worker.fronts) == set(fronts._fronts), "worker and scheduler know different fronts"
+            assert not fronts._pinned, "fronts are pinned that nobody keeps"
         known = {number for number, _ in scheduler._known_scores._known.values()}
-        check(set(worker.known_scores) == known, "worker and scheduler know different scores")
-        check(scheduler.reset_prefix_cache(), "the prefix cache cannot be reset")
+        assert set(worker.known_scores) == known, "worker and scheduler know different scores"
+        assert scheduler.reset_prefix_cache(), "the prefix cache cannot be reset"
         if fronts is not None:
-            check(not len(fronts) and not fronts._of_block and not fronts._turns, "fronts outlast a reset")
-        check(not any(block.block_hash for block in self._pool.blocks), "hashes outlast a reset")
+            assert not len(fronts) and not fronts._of_block and not fronts._turns, "fronts outlast a reset"
+        assert not any(block.block_hash for block in self._pool.blocks), "hashes outlast a reset"

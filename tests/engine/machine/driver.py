@@ -4,7 +4,6 @@ import json
 import time
 from collections import Counter, deque
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from vllm import SamplingParams
@@ -15,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.machine.audit import Audit
 from tests.engine.machine.setting import Setting, block_hasher
-from tests.engine.machine.worker import Asked, Worker, check
+from tests.engine.machine.worker import Asked, Worker
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.plan import Kind, attached_step
@@ -25,19 +24,6 @@ from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
 
 LEAST_STEPS, STEPS_PER_TOKEN = 300, 10
 """Bound on the steps in which all requests end, once nothing is in their way: preempted ones are computed again."""
-
-
-def operation(method: Any) -> Any:
-    """Marks the driver as broken where something raises: there is no sense in what comes after it."""
-
-    @wraps(method)
-    def operate(self: "Driver", *args: Any, **kwargs: Any) -> Any:
-        before, self.is_broken = self.is_broken, True
-        result = method(self, *args, **kwargs)
-        self.is_broken = before
-        return result
-
-    return operate
 
 
 class TruePace(Pace):
@@ -77,7 +63,6 @@ class Driver:
         self.contexts: list[str] = []
         """Ids that contexts were to be kept under."""
         self.operations = 0
-        self.is_broken = False
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._num_requests = 0
         self._fields: dict[str, dict[str, Any] | None] = {}
@@ -98,17 +83,7 @@ class Driver:
 
     # Requests.
 
-    @operation
-    def add(
-        self,
-        prompt: list[int],
-        max_tokens: int,
-        fields: dict[str, Any] | None,
-        salt: str | None = None,
-        priority: int = 0,
-        keeps_context: bool = False,
-        stops: bool = False,
-    ) -> str:
+    def add(self, prompt, max_tokens, fields, salt=None, priority=0, keeps_context=False, stops=False) -> str:
         name = f"r{self._num_requests}"
         self._num_requests += 1
         extra = {} if fields is None else {EXTRA_ARGS_KEY: json.dumps(fields)}
@@ -142,12 +117,10 @@ class Driver:
         self._did("requests")
         return name
 
-    @operation
     def abort(self, names: list[str]) -> None:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
         self._did("aborts")
 
-    @operation
     def preempt(self, name: str) -> None:
         """As the scheduler does when it finds no block."""
         request = self.scheduler.requests.get(name)
@@ -160,7 +133,6 @@ class Driver:
 
     # Steps.
 
-    @operation
     def step(self, aborted: str | None = None) -> bool:
         """As ``EngineCore.step``, or with asynchronous scheduling ``step_with_batch_queue``. aborted: a request that is
         aborted while the model runs. False if there was nothing to do."""
@@ -189,22 +161,15 @@ class Driver:
 
     def _note(self, output: SchedulerOutput) -> None:
         step = attached_step(output)
-        for what, number in (
-            ("preemptions", len(output.preempted_req_ids or ())),
-            ("steps with several compressions", len(step.plans) > 1),
-            ("blocks zeroed", len(output.new_block_ids_to_zero or ())),
-            ("fronts forgotten", len(step.forgotten)),
-        ):
-            if number:
-                self.events[what] += int(number)
+        self.events["preemptions"] += len(output.preempted_req_ids or ())
+        self.events["steps with several compressions"] += len(step.plans) > 1
+        self.events["blocks zeroed"] += len(output.new_block_ids_to_zero or ())
+        self.events["fronts forgotten"] += len(step.forgotten)
 
     def _did(self, what: str) -> None:
         self.operations += 1
         self.events[what] += 1
         self.audit.run()
-
-    def has_work(self) -> bool:
-        return bool(self._queue) or self.scheduler.has_requests()
 
     def run_to_end(self) -> None:
         """Until nothing is left to do; fails if that takes too long."""
@@ -212,15 +177,14 @@ class Driver:
         num_tokens = sum(one.num_prompt_tokens + one.max_tokens for one in requests)
         most = LEAST_STEPS + STEPS_PER_TOKEN * num_tokens
         for _ in range(most):
-            if not self.has_work():
+            if not self._queue and not self.scheduler.has_requests():
                 return
             self.step()
         left = {one.request_id: (one.status.name, one.num_computed_tokens, one.num_tokens) for one in requests}
-        check(False, "requests do not end within {} steps: {}", most, left)
+        raise AssertionError(f"requests do not end within {most} steps: {left}")
 
     # The pool and the caches.
 
-    @operation
     def pin(self, num_left: int) -> None:
         """Takes all free blocks but so many."""
         free = self.pool.get_num_free_blocks()
@@ -228,13 +192,11 @@ class Driver:
             self.audit.taken += self.pool.get_new_blocks(free - num_left)
             self._did("pins")
 
-    @operation
     def unpin(self) -> None:
         self.pool.free_blocks(self.audit.taken)
         self.audit.taken = []
         self._did("unpins")
 
-    @operation
     def reset(self, reset_running: bool) -> None:
         """Resets the prefix cache; if that succeeds, the model's weights may change."""
         if reset_running and self.audit.taken:
@@ -248,7 +210,6 @@ class Driver:
         self.worker.epoch += 1
         self.audit.forget_hashes()
 
-    @operation
     def sleep(self, mode: str, level: int) -> None:
         """As ``EngineCoreProc.sleep``, until the pause is complete. mode: of ``pause_scheduler``."""
         if mode == "abort":
@@ -261,7 +222,7 @@ class Driver:
         if level >= 1:
             if self.audit.taken:
                 self.unpin()
-            check(self.scheduler.reset_prefix_cache(reset_running_requests=True), "caches cannot be reset for a sleep")
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True), "caches cannot be reset for a sleep"
             self._change_weights()
             self.worker.lose_memory()
         self._did(f"sleeps that {mode}")
@@ -270,12 +231,10 @@ class Driver:
     def is_asleep(self) -> bool:
         return self.scheduler.pause_state != PauseState.UNPAUSED
 
-    @operation
     def wake(self) -> None:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
         self._did("wakes")
 
-    @operation
     def delete_context(self, salt: str | None) -> None:
         if self.contexts:
             self.contexts.append(self.contexts.pop(0))

@@ -80,20 +80,11 @@ class Setting:
             )
 
     def _cache(self) -> KVCacheConfig:
-        full = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        specs: list[Any] = [MergeableAttentionSpec.of(full)]
+        sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        specs: list[Any] = [MergeableAttentionSpec.of(FullAttentionSpec(**sizes))]
         if self.has_windows:
-            cells = {"state_content_bytes": cell_bytes(full.head_size, full.dtype)}
-            specs.append(
-                SlidingWindowSpec(
-                    block_size=BLOCK_SIZE,
-                    num_kv_heads=full.num_kv_heads,
-                    head_size=full.head_size,
-                    dtype=full.dtype,
-                    sliding_window=WINDOW,
-                    **cells,
-                )
-            )
+            cell = cell_bytes(sizes["head_size"], sizes["dtype"])
+            specs.append(SlidingWindowSpec(**sizes, sliding_window=WINDOW, state_content_bytes=cell))
         groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
         page = specs[0].page_size_bytes
         tensors = [

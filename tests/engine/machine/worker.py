@@ -44,15 +44,6 @@ GROUPS = [0, int(_SEED.integers(1, 1 << 62))]
 """What tells the same token in two groups of layers apart: a block's memory is one group's at a time."""
 
 
-class Violation(AssertionError):
-    """What must never be."""
-
-
-def check(holds: bool, message: str, *values: object) -> None:
-    if not holds:
-        raise Violation(message.format(*values))
-
-
 def text_id(text: str) -> int:
     """The same in all processes, unlike ``hash``."""
     return crc32(text.encode())
@@ -61,12 +52,6 @@ def text_id(text: str) -> int:
 def root(salt: str | None, epoch: int) -> int:
     """What a request's first token depends on. epoch: of the model's weights."""
     return hash((text_id(salt or ""), epoch))
-
-
-def known_config(text: str) -> CompressionConfig:
-    config = parse_compression(text)
-    assert config is not None
-    return config
 
 
 @dataclass
@@ -86,11 +71,13 @@ class Sequence:
 
     blocks: by group of layers. computed: tokens in the cache. values: what the slots of its tokens hold, by
     position; in_windows: the same of layers with a window, whose keys may be turned. state: what its next token
-    depends on. front: slots of its front. front_id: what those are. places: of the plan that made it. began: first
-    token that was computed since it was admitted. scored: first and end of the tokens whose queries have been
-    scored; kept: first of those whose queries are kept. repeated: parts of its context whose repetition has been
-    scored. complete: tokens in its complete cache. tracks: attention writes scores into its front. has_failed: its
-    last compression has. course: tokens at which it was compressed.
+    depends on. front: slots of its front. front_id: what those are. places: of the plan that made it. scored:
+    first and end of the tokens whose queries have been scored; kept: first of those whose queries are kept. repeated:
+    parts of its context whose repetition has been scored. complete: tokens in its complete cache. tracks: attention
+    writes scores into its front. has_failed: its last compression has. course: tokens at which it was compressed.
+
+    Of a front in the prefix cache it says what its blocks must hold. policy: all that it depends on beside its tokens
+    and salt. keeps_queries: with it.
     """
 
     tokens: list[int]
@@ -115,17 +102,12 @@ class Sequence:
     tracks: bool = False
     has_failed: bool = False
     course: list[tuple[int, ...]] = field(default_factory=list)
+    policy: str = ""
+    keeps_queries: bool = False
 
     @property
     def is_compressed(self) -> bool:
         return self.front > 0
-
-    def drop_state(self) -> None:
-        """Forgets what ``Compression`` keeps of a request beside its tokens and blocks."""
-        self.scored = self.kept = self.begun = None
-        self.front = self.front_id = self.places = self.tail = self.changed_at = self.complete = 0
-        self.repeated, self.recalled, self.is_adopted, self.course = [], False, False, []
-        self.tracks = self.has_failed = False
 
     def compute(self, start: int, end: int) -> None:
         """Notes what tokens ``[start, end)`` come to."""
@@ -133,8 +115,10 @@ class Sequence:
             self.state = hash((self.state, self.tokens[position]))
             self.values[position] = self.in_windows[position] = self.state
 
-    def copy(self, **changes: Any) -> "Sequence":
-        return replace(self, values=self.values.copy(), in_windows=self.in_windows.copy(), **changes)
+    def keep(self, num_tokens: int, policy: str, keeps_queries: bool, **changes: Any) -> "Sequence":
+        """A copy, for the prefix cache."""
+        changes |= {"values": self.values.copy(), "in_windows": self.in_windows.copy()}
+        return replace(self, tokens=self.tokens[:num_tokens], policy=policy, keeps_queries=keeps_queries, **changes)
 
     def held(self) -> np.ndarray:
         """What its live slots hold in the compressed group, in the order of ``slots``."""
@@ -155,21 +139,9 @@ class Asked:
     tracker: str = ""
 
 
-@dataclass(frozen=True)
-class KeptFront:
-    """What a worker keeps of a front in the prefix cache, and what its blocks must hold."""
-
-    tokens: tuple[int, ...]
-    salt: str | None
-    policy: str
-    sequence: Sequence
-    keeps_queries: bool
-
-
 class Worker:
     """num_groups: of layers. holders: of a block: how many there are, how many of them are fronts with it in a
-    window, and whether a cached front lies in it.
-    events: how often things have happened."""
+    window, and whether a cached front lies in it. events: how often things have happened."""
 
     def __init__(
         self, num_blocks: int, num_groups: int, holders: Callable[[int], tuple[int, int, bool]], events: Counter[str]
@@ -178,7 +150,7 @@ class Worker:
         self.unclean = np.zeros((num_blocks, BLOCK_SIZE), bool)
         """Slots that hold what a compressed request wrote."""
         self.sequences: dict[str, Sequence] = {}
-        self.fronts: dict[bytes, KeptFront] = {}
+        self.fronts: dict[bytes, Sequence] = {}
         self.known_scores: dict[int, int] = {}
         self.epoch = 0
         self.asked: dict[str, Asked] = {}
@@ -200,9 +172,6 @@ class Worker:
         """Requests that begin, or begin anew, with this step."""
         self._report, self._is_awaited = CompressionReport(), False
 
-    def _note(self, event: str) -> None:
-        self.events[event] += 1
-
     # A step.
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -214,7 +183,7 @@ class Worker:
             self.content[output.new_block_ids_to_zero] = 0
             self.unclean[output.new_block_ids_to_zero] = False
         if copies := output.kv_cache_block_copies:  # of a block of a window that a hit ends within
-            self._note("blocks of windows copied")
+            self.events["blocks of windows copied"] += 1
             unclean = self.unclean[[one.src_block_id for one in copies]]
             targets = [one.dst_block_id for one in copies]
             self._copy([one.src_block_id for one in copies], targets)
@@ -230,7 +199,7 @@ class Worker:
                 self.check_readable(name)
                 self._check_clean_behind(name)
         self._score(scheduled, before, step)
-        self._run_plans(step, scheduled)
+        self._run_plans(step)
         sampled = [self._sample(name) for name in scheduled]
         names = list(scheduled)
         result = ModelRunnerOutput(
@@ -241,37 +210,31 @@ class Worker:
         attach(result, self._report)
         return result
 
-    def _begin(self, output: SchedulerOutput, step: CompressionStep) -> dict[str, KeptFront]:
+    def _begin(self, output: SchedulerOutput, step: CompressionStep) -> dict[str, Sequence]:
         """As ``Compression.begin``: keeps turns, forgets requests, and copies fronts. Returns those taken over."""
         for name, turn in step.turns.items():
-            self.fronts[turn.key] = self._turn(self.sequences[name], name, turn.num_tokens, turn.keeps_queries)
-            self._note("turns kept")
+            sequence, end = self.sequences[name], turn.num_tokens
+            assert sequence.tail <= end <= sequence.computed, f"the turn of {name} is not what it holds"
+            kept = sequence.keep(end, self.asked[name].policy, turn.keeps_queries, computed=end)
+            kept.state = int(sequence.values[end - 1]) if end > sequence.tail else sequence.front_id
+            self.fronts[turn.key] = kept
+            self.events["turns kept"] += 1
         preempted = (output.preempted_req_ids or set()) | output.scheduled_cached_reqs.resumed_req_ids
-        for name in preempted:
-            if name in self.sequences:
-                self.sequences[name].drop_state()
-        for name in output.finished_req_ids:
+        for name in preempted | output.finished_req_ids:
             self.sequences.pop(name, None)
         sources = [block for one in step.adoptions.values() if one.blocks for block in one.sources]
         targets = [block for one in step.adoptions.values() if one.blocks for block in one.blocks]
         self._copy(sources, targets)
         for name, adoption in step.adoptions.items():
-            check(adoption.key in self.fronts, "{} begins with a front that the worker does not know", name)
+            assert adoption.key in self.fronts, f"{name} begins with a front that the worker does not know"
         adopted = {name: self.fronts[adoption.key] for name, adoption in step.adoptions.items()}
         for key in step.forgotten:
             self.fronts.pop(key, None)
         return adopted
 
-    def _turn(self, sequence: Sequence, name: str, num_tokens: int, keeps_queries: bool) -> KeptFront:
-        check(sequence.tail <= num_tokens <= sequence.computed, "the turn of {} is not what it holds", name)
-        kept = sequence.copy(computed=num_tokens)
-        kept.state = int(sequence.values[num_tokens - 1]) if num_tokens > sequence.tail else sequence.front_id
-        policy = self.asked[name].policy
-        return KeptFront(tuple(sequence.tokens[:num_tokens]), sequence.salt, policy, kept, keeps_queries)
-
     def _copy(self, sources: list[int], targets: list[int]) -> None:
-        check(len(set(targets)) == len(targets), "blocks are copied to twice in one step: {}", targets)
-        check(not set(sources) & set(targets), "blocks are copied from and to in one step: {} {}", sources, targets)
+        assert len(set(targets)) == len(targets), f"blocks are copied to twice in one step: {targets}"
+        assert not set(sources) & set(targets), f"blocks are copied from and to in one step: {sources} {targets}"
         self._check_sole(targets, "is copied to")
         self.content[targets] = self.content[sources]
         self.unclean[targets] = True
@@ -292,117 +255,95 @@ class Worker:
         """may_follow_front: whoever made a front goes on in its window's last block, behind what the front holds there
         (``check_front``)."""
         for block in blocks:
-            check(block != 0, "the null block {}", what)
+            assert block != 0, f"the null block {what}"
             num_holders, num_fronts, is_of_front = self._holders(block)
             num_holders -= num_fronts if may_follow_front else 0
-            check(num_holders - finders.get(block, 0) <= 1, "block {} {} while it is shared", block, what)
-            check(may_follow_front or not is_of_front, "block {} of a front in the prefix cache {}", block, what)
+            assert num_holders - finders.get(block, 0) <= 1, f"block {block} {what} while it is shared"
+            assert may_follow_front or not is_of_front, f"block {block} of a front in the prefix cache {what}"
 
-    def _update(self, output: SchedulerOutput, step: CompressionStep, adopted: dict[str, KeptFront]) -> dict[str, int]:
+    def _update(self, output: SchedulerOutput, step: CompressionStep, adopted: dict[str, Sequence]) -> dict[str, int]:
         """As the runner's ``_update_states``. Returns the tokens that each scheduled request had computed before."""
         before = dict[str, int]()
         self._admitted = set()
+
+        def admit(name: str, tokens: list[int], blocks: tuple[list[int], ...], num_computed: int) -> None:
+            self._admitted.add(name)
+            salt = self.asked[name.partition("/")[0]].salt
+            self.sequences[name] = Sequence(
+                list(tokens), [list(ids) for ids in blocks], salt, state=root(salt, self.epoch)
+            )
+            self._begin_with(name, num_computed, adopted.get(name), step)
+
         for new in output.scheduled_new_reqs:
-            name = new.req_id
-            assert new.prompt_token_ids is not None
-            self.sequences[name] = Sequence(list(new.prompt_token_ids), [list(ids) for ids in new.block_ids])
-            self._admit(name, new.num_computed_tokens, adopted.get(name), step)
-            before[name] = new.num_computed_tokens
+            before[new.req_id] = new.num_computed_tokens
+            admit(new.req_id, new.prompt_token_ids, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
-        for index, name in enumerate(cached.req_ids):
-            sequence, num_computed = self.sequences[name], cached.num_computed_tokens[index]
-            before[name] = num_computed
-            new_blocks, tokens = cached.new_block_ids[index], cached.all_token_ids.get(name)
+        for name, num_computed, new_blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            before[name], tokens = num_computed, cached.all_token_ids.get(name)
             if name in cached.resumed_req_ids:
-                assert new_blocks is not None and tokens is not None
-                sequence.tokens, sequence.blocks = list(tokens), [list(ids) for ids in new_blocks]
-                self._admit(name, num_computed, adopted.get(name), step)
+                admit(name, tokens, new_blocks, num_computed)
                 continue
-            if tokens is not None:
-                check(sequence.tokens[: len(tokens)] == list(tokens), "the tokens of {} are others", name)
+            sequence = self.sequences[name]
+            assert tokens is None or sequence.tokens[: len(tokens)] == list(tokens), f"the tokens of {name} are others"
             for blocks, ids in zip(sequence.blocks, new_blocks or ([],) * self._num_groups, strict=True):
                 blocks.extend(ids)
-            check(
-                num_computed == sequence.computed,
-                "{} goes on after {} tokens, and has {}",
-                name,
-                num_computed,
-                sequence.computed,
-            )
+            assert num_computed == sequence.computed, f"{name} does not go on where it was"
         return before
 
-    def _admit(self, name: str, num_computed: int, front: KeptFront | None, step: CompressionStep) -> None:
+    def _begin_with(self, name: str, num_computed: int, kept: Sequence | None, step: CompressionStep) -> None:
         """Begins a request anew with what it found in the prefix cache, or with a front."""
-        self._admitted.add(name)
-        sequence = self.sequences[name]
-        sequence.salt = self.asked[name.partition("/")[0]].salt
-        sequence.drop_state()
-        sequence.state = root(sequence.salt, self.epoch)
-        if front is None:
+        sequence, asked = self.sequences[name], self.asked[name.partition("/")[0]]
+        if kept is None:
             sequence.compute(0, num_computed)
             sequence.computed = num_computed
             if num_computed:
-                self._note("prefix-cache hits")
+                self.events["prefix-cache hits"] += 1
             return
         adoption = step.adoptions[name]
-        self._note("fronts adopted")
-        check(
-            tuple(sequence.tokens[: adoption.num_tokens]) == front.tokens
-            and front.salt == sequence.salt
-            and front.policy == self.asked[name].policy,
-            "{} begins with a front of other tokens, another salt or policy",
-            name,
-        )
-        kept = front.sequence
+        self.events["fronts adopted"] += 1
+        begins_with = sequence.tokens[: adoption.num_tokens], asked.salt, asked.policy
+        assert begins_with == (kept.tokens, kept.salt, kept.policy), f"{name} begins with another front"
+        told = adoption.front, adoption.tail, adoption.num_tokens
+        assert told == (kept.places, kept.tail, len(kept.tokens)), f"{name} takes its front for another"
         sequence.state, sequence.front, sequence.front_id = kept.state, kept.front, kept.front_id
         sequence.places, sequence.tail, sequence.changed_at = kept.places, kept.tail, kept.changed_at
         sequence.values[:], sequence.in_windows[:] = kept.values, kept.in_windows
         sequence.computed, sequence.is_adopted = num_computed, True
-        check(
-            (adoption.front, adoption.tail, adoption.num_tokens) == (kept.places, kept.tail, len(front.tokens)),
-            "{} begins with a front of {} entries and {} tokens, which has {} and {}",
-            name,
-            adoption.front,
-            adoption.tail,
-            kept.places,
-            kept.tail,
-        )
-        if adoption.restores_output:
-            check(num_computed == adoption.num_tokens - 1, "{} does not compute its last token again", name)
-            self._note("outputs restored")
-        else:
-            check(num_computed == adoption.num_tokens, "{} has {} tokens of its front", name, num_computed)
-        config = known_config(adoption.compression)
-        sequence.tracks = config.tracks(adoption.is_partial)
-        if front.keeps_queries:
-            sequence.kept = 0
+        sequence.tracks = parse_compression(adoption.compression).tracks(adoption.is_partial)
+        sequence.kept = 0 if kept.keeps_queries else None
+        again = adoption.restores_output  # its last token is computed again
+        assert num_computed == adoption.num_tokens - again, f"{name} has {num_computed} tokens of its front"
+        self.events["outputs restored"] += again
 
     def _write_tokens(self, scheduled: dict[str, int], before: dict[str, int], step: CompressionStep) -> None:
         written: set[tuple[int, int]] = set()
         for name, num_new in scheduled.items():
             sequence, start = self.sequences[name], before[name]
             end = start + num_new
-            check(sequence.begun is None, "{} is computed while it is compressed", name)
-            check(end <= len(sequence.tokens), "{} computes tokens that it does not have", name)
+            assert sequence.begun is None, f"{name} is computed while it is compressed"
+            assert end <= len(sequence.tokens), f"{name} computes tokens that it does not have"
             adoption = step.adoptions.get(name)
-            if adoption is not None and adoption.restores_output:
+            is_restored = adoption is not None and adoption.restores_output
+            if is_restored:
                 # Nothing comes of this token, and nobody reads its slot.
                 values = np.array([hash((sequence.state, start))])
             else:
                 sequence.compute(start, end)
                 values = sequence.values[start:end]
             sequence.computed = end
-            if sequence.tracks and (adoption is None or not adoption.restores_output):
+            if sequence.tracks and not is_restored:
                 front = sequence.blocks[0][: -(-sequence.front // BLOCK_SIZE)]
                 self._check_sole(front, f"gets scores of {name}")
             offsets = np.arange(start, end)
             for group, blocks in enumerate(sequence.blocks):
                 ids = np.array(blocks[: -(-end // BLOCK_SIZE)])
-                check(len(ids) * BLOCK_SIZE >= end, "{} has no block for its new tokens", name)
+                assert len(ids) * BLOCK_SIZE >= end, f"{name} has no block for its new tokens"
                 ids = ids[offsets // BLOCK_SIZE]
                 self._check_sole(set(ids.tolist()), f"is written to by {name}", self._finders(name, group), group > 0)
                 slots = list(zip(ids.tolist(), (offsets % BLOCK_SIZE).tolist(), strict=True))
-                check(not written.intersection(slots), "{} writes to slots of another request", name)
+                assert not written.intersection(slots), f"{name} writes to slots of another request"
                 written.update(slots)
                 self.content[ids, offsets % BLOCK_SIZE] = values ^ GROUPS[group]
                 self.unclean[ids, offsets % BLOCK_SIZE] = sequence.is_compressed and group == 0
@@ -421,43 +362,33 @@ class Worker:
     ) -> None:
         """blocks: of the group, by row."""
         ids = blocks[positions // BLOCK_SIZE]
-        check(bool((ids != 0).all()), "{} reads the null block within its window", name)
+        assert (ids != 0).all(), f"{name} reads the null block within its window"
         held = self.content[ids, positions % BLOCK_SIZE] ^ GROUPS[group]
         wrong = np.flatnonzero(held != sequence.in_windows[positions])
-        check(not len(wrong), "{} reads what is not its own within its window, at {}", name, positions[wrong])
+        assert not len(wrong), f"{name} reads what is not its own within its window, at {positions[wrong]}"
 
     def _check_holds(self, sequence: Sequence, blocks: list[int], name: object) -> None:
         slots = sequence.slots()
         ids = np.array(blocks, np.int64)[slots // BLOCK_SIZE]
-        check(bool((ids != 0).all()), "{} reads the null block", name)
+        assert (ids != 0).all(), f"{name} reads the null block"
         wrong = np.flatnonzero(self.content[ids, slots % BLOCK_SIZE] != sequence.held())
-        check(
-            not len(wrong),
-            "{} reads what is not its own in slots {} (front {}, tail {}, {} tokens, blocks {})",
-            name,
-            slots[wrong],
-            sequence.front,
-            sequence.tail,
-            sequence.computed,
-            blocks,
-        )
+        assert not len(wrong), f"{name} reads what is not its own in slots {slots[wrong]} of blocks {blocks}"
 
     def check_front(
         self, key: bytes, rows: Iterable[int], blocks: Iterable[int], windows: Mapping[int, tuple[int, list[int]]]
     ) -> None:
         """Checks that the blocks of a front in the prefix cache hold it. windows: first rows and blocks, by group."""
         kept = self.fronts.get(key)
-        check(kept is not None, "the worker does not know a front in the prefix cache")
-        assert kept is not None
-        check(key not in self.in_flight, "a front is offered before it has been computed")
-        check(not kept.sequence.has_failed, "a front is offered whose compression has failed")
+        assert kept is not None, "the worker does not know a front in the prefix cache"
+        assert key not in self.in_flight, "a front is offered before it has been computed"
+        assert not kept.has_failed, "a front is offered whose compression has failed"
         table = dict(zip(rows, blocks, strict=True))
         row = [table.get(index, 0) for index in range(max(table) + 1)]
-        self._check_holds(kept.sequence, row, f"a front of {len(kept.tokens)} tokens")
+        what = f"a front of {len(kept.tokens)} tokens"
+        self._check_holds(kept, row, what)
         for group, (first_row, ids) in windows.items():
-            positions = np.arange(first_row * BLOCK_SIZE, kept.sequence.computed)
-            what = f"a front of {len(kept.tokens)} tokens"
-            self._check_window(kept.sequence, group, np.array([0] * first_row + ids), positions, what)
+            positions = np.arange(first_row * BLOCK_SIZE, kept.computed)
+            self._check_window(kept, group, np.array([0] * first_row + ids), positions, what)
 
     def _check_clean_behind(self, name: str) -> None:
         """Checks that what vLLM's operators load behind a sequence's end cannot be NaN."""
@@ -469,7 +400,7 @@ class Worker:
             if group == 0 and sequence.is_compressed:
                 continue  # our operator stops at the end
             behind = self.unclean[blocks[end // BLOCK_SIZE], end % BLOCK_SIZE :]
-            check(not behind.any(), "behind {} lies what a compressed request wrote", name)
+            assert not behind.any(), f"behind {name} lies what a compressed request wrote"
 
     # Scores of queries.
 
@@ -481,7 +412,7 @@ class Worker:
                 if sequence.computed == len(sequence.tokens):
                     # The first tokens are not repeated: all chunks attend to them.
                     parent.repeated.append((0 if chunk.start <= chunk.sinks else chunk.start, chunk.end))
-                    self._note("chunks repeated")
+                    self.events["chunks repeated"] += 1
                 continue
             window = step.windows.get(name)
             if window is None or sequence.is_compressed or window.start >= sequence.computed:
@@ -497,38 +428,30 @@ class Worker:
         name, end, tracker = plan.request_id, plan.num_tokens, config.policy.tracker
         if tracker.repeats_context:
             is_whole = _covered(sequence.repeated) >= end
-            check(sequence.recalled or is_whole, "the context of {} has not been repeated", name)
+            assert sequence.recalled or is_whole, f"the context of {name} has not been repeated"
             return
         if config.awaits_pressure or tracker.predicts_scores:
             return
         window = config.prompt_window
         first = 0 if window == "all" else max(0, end - window)
         if window:
-            scored = sequence.scored
-            check(
-                scored is not None and scored[0] <= first and scored[1] == end,
-                "{} lacks scores of queries from {} to {}: {}",
-                name,
-                first,
-                end,
-                scored,
-            )
+            start, stop = sequence.scored or (end, 0)
+            assert start <= first and stop == end, f"{name} lacks scores of queries"
         if config.query_window:
             first = max(0, end - config.query_window)
-            check(sequence.kept is not None and sequence.kept <= first, "{} lacks its newest queries", name)
+            assert sequence.kept is not None and sequence.kept <= first, f"{name} lacks its newest queries"
 
     def _share_scores(self, step: CompressionStep) -> None:
         for name, number in step.kept_scores.items():
             sequence, context = self.sequences[name], self.asked[name].context
-            check(_covered(sequence.repeated) >= context, "scores of {} are kept that are not whole", name)
+            assert _covered(sequence.repeated) >= context, f"scores of {name} are kept that are not whole"
             self.known_scores[number] = self._score_id(sequence, context, name)
         for name, number in step.recalled_scores.items():
-            check(number in self.known_scores, "{} recalls scores that nobody keeps", name)
             sequence = self.sequences[name]
-            found = self.known_scores[number] == self._score_id(sequence, self.asked[name].context, name)
-            check(found, "{} recalls scores of another context", name)
+            expected = self._score_id(sequence, self.asked[name].context, name)
+            assert self.known_scores.get(number) == expected, f"{name} recalls scores of another context, or of none"
             sequence.recalled = True
-            self._note("scores recalled")
+            self.events["scores recalled"] += 1
         for number in step.forgotten_scores:
             del self.known_scores[number]
 
@@ -537,28 +460,23 @@ class Worker:
 
     # Plans.
 
-    def _run_plans(self, step: CompressionStep, scheduled: dict[str, int]) -> None:
+    def _run_plans(self, step: CompressionStep) -> None:
         self._share_scores(step)
         for part in step.parts:
             self._carry_on(part)
         plans = step.plans
-        targets = [self._written(plan) for plan in plans]
         for plan in plans:
             self._check_plan(plan)
-        self._check_apart(plans, targets)
-        failed = [self._fails() for _ in plans]
-        for plan, has_failed in zip(plans, failed, strict=True):
+        self._check_apart(plans)
+        for plan in plans:
             begun = self.sequences[plan.request_id].begun
             self._take_time(plan, 1.0 if begun is None else 1.0 - begun.until)
+            has_failed = self.to_fail > 0
+            self.to_fail -= has_failed
             self._write_front(plan, has_failed)
         shared = [plan for plan in plans if plan.copies]
         sources = [block for plan in shared for block in plan.blocks]
         self._copy(sources, [block for plan in shared for block in plan.copies])
-
-    def _fails(self) -> bool:
-        fails = self.to_fail > 0
-        self.to_fail -= fails
-        return fails
 
     def _sources(self, name: str) -> set[int]:
         """Blocks that a compression of the request reads."""
@@ -571,12 +489,12 @@ class Worker:
     def _written(self, plan: CompressionPlan) -> list[int]:
         return [*self._targets(plan), *(block for window in plan.windows for block in window.blocks)]
 
-    def _check_apart(self, plans: list[CompressionPlan], targets: list[list[int]]) -> None:
+    def _check_apart(self, plans: list[CompressionPlan]) -> None:
         """Checks that no plan writes what another one, or one that is under way, reads or writes."""
         read = {plan.request_id: self._sources(plan.request_id) for plan in plans}
         for plan in plans:
             read[plan.request_id].update(block for window in plan.windows for block in window.sources)
-        written = dict(zip(read, map(set, targets), strict=True))
+        written = {plan.request_id: set(self._written(plan)) for plan in plans}
         for name, sequence in self.sequences.items():
             if sequence.begun is not None and name not in read:
                 read[name] = self._sources(name)
@@ -585,39 +503,29 @@ class Worker:
             for other in written:
                 if other != name:
                     taken = blocks & (read[other] | written[other])
-                    check(not taken, "the compressions of {} and {} meet in blocks {}", name, other, taken)
+                    assert not taken, f"the compressions of {name} and {other} meet in blocks {taken}"
 
     def _check_plan(self, plan: CompressionPlan) -> None:
         """Checks that a plan is of what its request holds."""
         name = plan.request_id
-        check(name in self.sequences, "a plan of {}, which has ended", name)
-        sequence, config = self.sequences[name], known_config(plan.compression)
-        check(
-            (plan.front, plan.tail) == (sequence.places, sequence.tail),
-            "the plan of {} reads {} entries and tokens from {}, and there are {} and those from {}",
-            name,
-            plan.front,
-            plan.tail,
-            sequence.places,
-            sequence.tail,
-        )
-        check(plan.seq_len == sequence.computed, "the plan of {} is of {} tokens", name, plan.seq_len)
+        assert name in self.sequences, f"a plan of {name}, which has ended"
+        sequence, config = self.sequences[name], parse_compression(plan.compression)
         leaves_tail = plan.is_refresh and config.decode == "grow"
         covered = sequence.tail if leaves_tail else sequence.computed
-        check(
-            plan.num_tokens == covered, "the front of {} stands for {} tokens, not {}", name, plan.num_tokens, covered
-        )
-        check(not set(plan.blocks) & {0}, "the front of {} is in the null block", name)
+        expected = sequence.places, sequence.tail, sequence.computed, covered
+        assert (plan.front, plan.tail, plan.seq_len, plan.num_tokens) == expected, f"the plan of {name} is of another"
+        assert not set(plan.blocks) & {0}, f"the front of {name} is in the null block"
         self._check_holds(sequence, sequence.blocks[0], f"the compression of {name}")
         if not sequence.is_compressed and not sequence.is_adopted:
             self._check_scored(plan, sequence, config)
         if plan.external_tokens:
-            check(plan.external_tokens >= plan.seq_len, "the complete cache of {} has no room", name)
-            check(sequence.complete >= sequence.tail, "tokens of {} are missing in its complete cache", name)
+            assert plan.external_tokens >= plan.seq_len, f"the complete cache of {name} has no room"
+            assert sequence.complete >= sequence.tail, f"tokens of {name} are missing in its complete cache"
             sequence.complete = plan.seq_len
         if sequence.begun is not None:
-            check(sequence.begun.plan is plan, "{} goes on with another plan than it began with", name)
-            self._check_filling(sequence.begun, name)
+            assert sequence.begun.plan is plan, f"{name} goes on with another plan than it began with"
+            held = self.content[sequence.begun.targets]
+            assert (held == sequence.begun.filling).all(), f"somebody writes where {name} is being compressed to"
         self._check_sole(self._targets(plan), f"is written to by the compression of {name}")
         in_windows = [block for window in plan.windows for block in window.blocks]
         # A front that is a copy holds its windows from now on.
@@ -627,19 +535,15 @@ class Worker:
     def _carry_on(self, part: PartialPlan) -> None:
         plan = part.plan
         sequence = self.sequences[plan.request_id]
+        self._check_plan(plan)
         if sequence.begun is None:
-            self._check_plan(plan)
-            self._check_apart([plan], [self._written(plan)])
+            self._check_apart([plan])
             live = self._sources(plan.request_id)
             targets = [block for block in self._targets(plan) if block not in live]
             sequence.begun = Begun(plan, targets, hash((sequence.state, 1, plan.seq_len)))
             self.content[targets] = sequence.begun.filling
             self.unclean[targets] = True
-            self._note("compressions spread")
-        else:
-            check(sequence.begun.plan is plan, "{} goes on with another plan than it began with", plan.request_id)
-            self._check_holds(sequence, sequence.blocks[0], f"the compression of {plan.request_id}")
-            self._check_filling(sequence.begun, plan.request_id)
+            self.events["compressions spread"] += 1
         self._take_time(plan, part.until - sequence.begun.until)
         sequence.begun.until = self._report.progress[plan.request_id] = part.until
 
@@ -651,15 +555,8 @@ class Worker:
         spent.awaited += seconds if self._is_awaited else 0.0
         self.now += seconds
 
-    def _check_filling(self, begun: Begun, name: str) -> None:
-        check(
-            bool((self.content[begun.targets] == begun.filling).all()),
-            "somebody else writes to the new blocks of {}, whose compression is under way",
-            name,
-        )
-
     def _write_front(self, plan: CompressionPlan, has_failed: bool) -> None:
-        name, config = plan.request_id, known_config(plan.compression)
+        name, config = plan.request_id, parse_compression(plan.compression)
         sequence = self.sequences[name]
         what = plan.num_tokens, plan.budget, plan.is_refresh, has_failed
         state = hash((sequence.state, text_id(config.front_policy), *what))
@@ -667,17 +564,17 @@ class Worker:
         if plan.has_pages:
             # How many it needs depends on what is in it.
             needed = self._needed.setdefault(state, 1 + abs(state) % num_blocks if plan.may_shrink else num_blocks)
-            check(needed <= num_blocks, "the front of {} has {} blocks, and needs {}", name, num_blocks, needed)
+            assert needed <= num_blocks, f"the front of {name} has {num_blocks} blocks, and needs {needed}"
             slots = needed * BLOCK_SIZE
             if plan.may_shrink:
                 entries = min(plan.budget, slots)
                 self._report.fronts[name] = FrontReport(plan.seq_len, needed, entries)
-                self._note("fronts reported")
+                self.events["fronts reported"] += 1
         else:
             slots = plan.new_front
-        check(slots <= num_blocks * BLOCK_SIZE, "the front of {} does not fit into its blocks", name)
+        assert slots <= num_blocks * BLOCK_SIZE, f"the front of {name} does not fit into its blocks"
         if sequence.is_compressed or sequence.is_adopted or config.awaits_pressure:
-            self._note("later compressions")
+            self.events["later compressions"] += 1
         self._note_course(name, sequence, plan, config)
         sequence.front, sequence.front_id, sequence.places = slots, state, plan.new_front
         sequence.tail, sequence.changed_at, sequence.state = plan.num_tokens, plan.seq_len, state
@@ -693,16 +590,14 @@ class Worker:
         self.unclean[plan.blocks] = True
         self._turn_windows(plan, sequence)
         if plan.key is not None:
-            kept = sequence.copy()
             keeps_queries = config.decode == "bounded" or plan.is_partial
-            tokens = tuple(sequence.tokens[: plan.num_tokens])
-            self.fronts[plan.key] = KeptFront(tokens, sequence.salt, config.front_policy, kept, keeps_queries)
+            self.fronts[plan.key] = sequence.keep(plan.num_tokens, config.front_policy, keeps_queries)
             self.in_flight.add(plan.key)
-            self._note("fronts made to be shared")
+            self.events["fronts made to be shared"] += 1
         if has_failed:
             self._report.failures[name] = Failure("planted", "merger:planted")
-            self._note("compressions failed")
-        self._note("refreshes" if plan.is_refresh else "compressions")
+            self.events["compressions failed"] += 1
+        self.events["refreshes" if plan.is_refresh else "compressions"] += 1
 
     def _turn_windows(self, plan: CompressionPlan, sequence: Sequence) -> None:
         """Keys in windows move as those of a front's positions do."""
@@ -710,7 +605,7 @@ class Worker:
         for index, window in enumerate(plan.windows):
             first, blocks = window.first_row, sequence.blocks[window.group]
             rows = slice(first, first + len(window.blocks))
-            check(blocks[rows] == window.sources, "the windows of {} are in other blocks", plan.request_id)
+            assert blocks[rows] == window.sources, f"the windows of {plan.request_id} are in other blocks"
             self.content[window.blocks] = self.content[window.sources]
             self.unclean[window.blocks] = self.unclean[window.sources]
             blocks[rows] = window.blocks
@@ -719,7 +614,7 @@ class Worker:
                 sequence.in_windows[positions] ^= turn
             ids = np.array(blocks)[positions // BLOCK_SIZE]
             self.content[ids, positions % BLOCK_SIZE] ^= turn
-            self._note("windows turned")
+            self.events["windows turned"] += 1
 
     def _note_course(self, name: str, sequence: Sequence, plan: CompressionPlan, config: CompressionConfig) -> None:
         """Checks that a request that is computed again goes through the same compressions."""
@@ -731,13 +626,7 @@ class Worker:
         if len(sequence.course) > len(known):
             self.courses[name] = list(sequence.course)
         common = min(len(known), len(sequence.course))
-        check(
-            sequence.course[:common] == known[:common],
-            "{} goes through other compressions than before: {} {}",
-            name,
-            sequence.course,
-            known,
-        )
+        assert sequence.course[:common] == known[:common], f"{name} goes through other compressions than before"
 
     def _sample(self, name: str) -> list[int]:
         sequence = self.sequences[name]

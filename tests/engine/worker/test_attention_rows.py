@@ -9,17 +9,10 @@ from tests.engine.test_plain_operator import common_metadata
 from tests.ops.conftest import CacheMaker
 from vllm_kvmerge.engine.attention.compressed import head_pages
 from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder
-from vllm_kvmerge.engine.attention.rows import (
-    PLAIN,
-    BatchRow,
-    Normalization,
-    PromptScores,
-    QueryReader,
-    RepetitionWindow,
-)
-from vllm_kvmerge.ops import PLAIN_SOFTMAX, HeadPages
+from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow
+from vllm_kvmerge.ops import HeadPages
 
-HEADS, GROUPS, SIZE = 2, 2, 16
+HEADS, SIZE = 2, 16
 
 
 def test_fronts_are_attended_to_in_steps_of_one_token_each(monkeypatch):
@@ -53,24 +46,3 @@ def test_pages_of_some_rows_leave_the_fronts_of_others_as_they_are():
         for row, own in ((1, many), (2, few)):
             assert torch.equal(pages.ids[row, :, : own.ids.shape[2]], own.ids[layer])
             assert torch.equal(pages.fronts[row], own.fronts[layer])
-
-
-def test_queries_that_repeat_a_context_are_weighed_by_their_own_hidden_states():
-    """Of a step's tokens, those of other requests come before a row's, and its prompt before what it repeats."""
-    maker = CacheMaker(0, HEADS, SIZE, 32, torch.float32)
-    sequence = maker.sequence(front=0, tail=0, seq_len=96)
-    query, norms = maker.randn(24, HEADS * GROUPS, SIZE), torch.full((1, 24), 1e-3)
-    norms[:, -8:] = 2.0
-    found = []
-    for normalization in (
-        None,
-        Normalization(SimpleNamespace(norms=norms), lambda _, values: torch.ones(HEADS, GROUPS, values.shape[1])),
-    ):
-        scores = PromptScores.empty(1, HEADS, 80)
-        row = BatchRow(window=RepetitionWindow(8, 80, 4, 70, 4, scores, normalization))
-        reader = QueryReader(slice(5, 24), sequence.blocks, 96, row)
-        reader.read(0, query, maker.pages, SIZE**-0.5, PLAIN_SOFTMAX)
-        found.append(scores.scores)
-    plain, weighed = found
-    torch.testing.assert_close(weighed, plain / 2.0)
-    assert plain[..., 4:70].min() > 0

@@ -4,10 +4,12 @@ import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests.entries import gather_entries
 from tests.policies.sampling import rope
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
@@ -15,7 +17,7 @@ from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker import compactor
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
-from vllm_kvmerge.policies import PRESETS, CompressionPolicy
+from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Entries
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.errors import as_part_error
 from vllm_kvmerge.request.parameters import parse_compression
@@ -104,6 +106,18 @@ class Worker:
     def bytes(self) -> torch.Tensor:
         return torch.stack(self.caches).view(torch.uint8).clone()
 
+    def use(self, policy: CompressionPolicy) -> "Worker":
+        """Has all requests compressed by another policy."""
+        for step in (self.first, self.second, self.third):
+            step[:] = [replace(one, policy=policy) for one in step]
+        return self
+
+    def fronts(self, compaction: Compaction) -> list[Entries]:
+        """Of each layer, after the compaction."""
+        plan = compaction.plan
+        blocks, end = torch.tensor(plan.blocks), plan.num_tokens
+        return [gather_entries(pages, blocks, plan.new_front, end, end) for pages in self.layers]
+
 
 @pytest.mark.parametrize("policy", PRESETS)
 def test_requests_do_not_depend_on_each_other(policy):
@@ -122,67 +136,43 @@ def test_requests_do_not_depend_on_each_other(policy):
     assert all(sum(count) > 0 for count in counts)
 
 
-@pytest.fixture(params=[(2, 16), (6, 32)], ids=["by PyTorch", "native"])
-def shape(request, monkeypatch):
-    """Heads, and a size of theirs: the CPU's own operators on entries take 32."""
-    for name, value in zip(("NUM_HEADS", "HEAD_SIZE"), request.param, strict=True):
-        monkeypatch.setattr(f"{__name__}.{name}", value)
-    return request.param
-
-
-@pytest.fixture
-def faults(monkeypatch):
-    """Errors in batches, after which each request is tried alone."""
-    found = []
-    monkeypatch.setattr(compactor, "as_part_error", lambda error: found.append(error) or as_part_error(error))
-    return found
-
-
-def coarse(worker: Worker) -> Worker:
-    """The same with statistics of which many are equal, or nearly."""
-    for pages in worker.layers:
-        pages.scores.copy_(pages.scores.mul(9).round() / 10)
-    return worker
-
-
 @pytest.mark.parametrize("protect", [((200, 204),), ((1, 4), (30, 33))])
 @pytest.mark.parametrize("policy", ["h2o", "keepkv", "zsmerge", "weightedkv"])
-def test_protected_tokens_of_each_request_count(policy, protect, shape, faults):
-    """A request that has not come to them keeps its whole budget beside one that has."""
-    workers = [coarse(Worker(policy, (100, 230), budgets=(40, 50))) for _ in range(2)]
+@pytest.mark.parametrize(("heads", "size"), [(2, 16), (6, 32)], ids=["by PyTorch", "native"])
+def test_protected_tokens_of_each_request_count(policy, protect, heads, size, monkeypatch):
+    """A request that has not come to them keeps its whole budget beside one that has. The CPU's own operators on
+    entries take heads of 32."""
+    monkeypatch.setattr(f"{__name__}.NUM_HEADS", heads)
+    monkeypatch.setattr(f"{__name__}.HEAD_SIZE", size)
+    faults = []  # in batches, after which each request is tried alone
+    monkeypatch.setattr(compactor, "as_part_error", lambda error: faults.append(error) or as_part_error(error))
+    workers = [Worker(policy, (100, 230), budgets=(40, 50)) for _ in range(2)]
+    for pages in (*workers[0].layers, *workers[1].layers):
+        pages.scores.copy_(pages.scores.mul(9).round() / 10)  # many are equal, or nearly
     policy = workers[0].config.policy
     parts = {name: getattr(policy, name) for name in ("tracker", "selector", "merger")}
-    policy = CompressionPolicy(**parts, protect=protect)
     for worker in workers:
-        for step in (worker.first, worker.second, worker.third):
-            step[:] = [replace(one, policy=policy) for one in step]
+        worker.use(CompressionPolicy(**parts, protect=protect))
     for step in ("first", "second", "third"):
         if step == "third" and policy.tracker.mode == ScoreMode.SUM:
-            for worker in workers:
-                lose_slots(worker)
+            for worker in workers:  # slots are lost, and founded anew by entries from behind the front
+                for pages in worker.layers:
+                    pages.aux.zero_()
+                    pages.scores.add_(1.0)
+                    for one in worker.third:
+                        pages.scores[one.source_blocks[one.plan.tail // BLOCK_SIZE :]] = 0.0
         together = workers[0].compactor.execute(getattr(workers[0], step)).counts
         alone = [workers[1].compactor.execute([one]).counts[0] for one in getattr(workers[1], step)]
         assert torch.equal(together, torch.stack(alone)) and not faults
         assert torch.equal(workers[0].bytes, workers[1].bytes)
 
 
-def lose_slots(worker: Worker) -> None:
-    """They will be founded anew, by entries from behind the front."""
-    for pages in worker.layers:
-        pages.aux.zero_()
-        pages.scores.add_(1.0)
-        for one in worker.third:
-            pages.scores[one.source_blocks[one.plan.tail // BLOCK_SIZE :]] = 0.0
-
-
 def test_an_allocator_of_another_package_is_asked_for_each_request():
     """Its parameters need not be hashable, and it may give heads what it likes."""
     workers = [Worker("h2o", (150, 190), budgets=(40, 63)) for _ in range(2)]
     parts = {name: getattr(workers[0].config.policy, name) for name in ("tracker", "selector", "merger")}
-    policy = CompressionPolicy(**parts, allocator=Foreign(weights=[1.0, 0.5]))
     for worker in workers:
-        for step in (worker.first, worker.second):
-            step[:] = [replace(one, policy=policy) for one in step]
+        worker.use(CompressionPolicy(**parts, allocator=Foreign(weights=[1.0, 0.5])))
     for step in ("first", "second"):
         together = workers[0].compactor.execute(getattr(workers[0], step))
         alone = [workers[1].compactor.execute([one]).counts[0] for one in getattr(workers[1], step)]
@@ -291,38 +281,29 @@ MERGES = ("keepkv", "zsmerge", "weightedkv", "d2o", "kvmerger", "cam", "asymkv")
 
 
 @pytest.mark.parametrize("policy", [*READS_NOTHING, *MERGES])
-def test_what_is_read_and_written_in_steady_state(policy, monkeypatch):
+def test_what_is_read_and_written_in_steady_state(policy):
     worker = Worker(policy, (150, 150))
     worker.compactor.run(worker.first)
-    rows, calls = Counter(), Counter()
-    gather_rows, most_similar = ops.gather_rows, ops.most_similar
-    merge_entries = ops.merge_entries
-
-    def count_gather(units, plane, index, *changes):
+    with (
+        patch.object(ops, "gather_rows", wraps=ops.gather_rows) as gathers,
+        patch.object(ops, "most_similar", wraps=ops.most_similar) as similar,
+        patch.object(ops, "merge_entries", wraps=ops.merge_entries) as merges,
+    ):
+        counts = worker.compactor.run(worker.second)
+    rows = Counter()
+    for _, plane, index, *_ in (call.args for call in gathers.call_args_list):
         rows[plane] += int((index >= 0).sum())
-        return gather_rows(units, plane, index, *changes)
-
-    def count_similar(*args):
-        calls["most_similar"] += 1
-        return most_similar(*args)
-
-    def count_writes(units, destination, kept, metadata, merged):
+    for _, _, kept, _, merged in (call.args for call in merges.call_args_list):
         rows["moved"] += int(((kept >= 0) & (kept != torch.arange(kept.shape[1]))).sum())
         if merged.keys is not None or merged.values is not None:
             rows["written"] += int((merged.places >= 0).sum())
-        return merge_entries(units, destination, kept, metadata, merged)
-
-    monkeypatch.setattr(ops, "gather_rows", count_gather)
-    monkeypatch.setattr(ops, "most_similar", count_similar)
-    monkeypatch.setattr(ops, "merge_entries", count_writes)
-    counts = worker.compactor.run(worker.second)
     heads = 2 * NUM_LAYERS * NUM_HEADS
     leaving = sum(merged + evicted for merged, evicted in counts)
     assert leaving > 0 and rows["moved"] <= INTERVAL * heads
     if policy in READS_NOTHING:
-        assert not rows["keys"] and not rows["values"] and not calls and not rows["written"]
+        assert not rows["keys"] and not rows["values"] and not similar.called and not rows["written"]
         return
-    assert (calls["most_similar"] > 0) == (policy in ("keepkv", "d2o", "kvmerger"))
+    assert similar.called == (policy in ("keepkv", "d2o", "kvmerger"))
     if policy == "cam":  # an entry that leaves goes into up to 16
         assert not rows["keys"] and 0 < rows["values"] <= leaving + 50 * heads
         return

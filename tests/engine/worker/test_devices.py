@@ -5,11 +5,7 @@ import torch
 
 from tests.engine.worker.test_batches import Worker
 from vllm_kvmerge import ops
-from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy
-from vllm_kvmerge.request.parameters import CompressionError
-
-LENGTHS = (150, 150)
-PARTS_BY_NAME = [(kind, name) for kind, parts in PARTS.items() for name in parts]
+from vllm_kvmerge.policies import PRESETS, CompressionPolicy
 
 
 @pytest.fixture
@@ -28,33 +24,13 @@ def elsewhere(monkeypatch):
     ops.choose(None)
 
 
-def compress_twice(worker: Worker) -> None:
+CASES = [(policy, {}) for policy in PRESETS]
+CASES += [("keydiff", {"merger": "attention_matching"}), ("h2o", {"allocator": "threshold", "threshold": 0.01})]
+"""Presets, and the parts that are in none of them."""
+
+
+@pytest.mark.parametrize(("policy", "fields"), CASES, ids=str)
+def test_every_part(policy, fields, elsewhere):
+    worker = Worker(policy, (150, 150), **fields)
     worker.compactor.run(worker.first)
     worker.compactor.run(worker.second)
-
-
-@pytest.mark.parametrize("policy", PRESETS)
-def test_presets(policy, elsewhere):
-    compress_twice(Worker(policy, LENGTHS))
-
-
-@pytest.mark.parametrize(("kind", "name"), PARTS_BY_NAME)
-def test_parts(kind, name, elsewhere):
-    """Each part in the first preset that it goes with."""
-    for policy in PRESETS:
-        try:
-            worker = Worker(policy, LENGTHS, **{kind: name})
-        except CompressionError:
-            continue
-        compress_twice(worker)
-        return
-    pytest.fail("goes with no preset")
-
-
-def test_a_tensor_elsewhere_is_noticed(elsewhere, monkeypatch):
-    worker = Worker("h2o", LENGTHS)
-    selector = type(worker.config.policy.selector)
-    select = selector.select
-    monkeypatch.setattr(selector, "select", lambda *args: select(*args) + torch.zeros(1, 1, dtype=torch.int64))
-    with pytest.raises(Exception, match="meta"):
-        compress_twice(worker)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.engine.worker.test_batches import BLOCK_SIZE, GROUPS, HEAD_SIZE, NUM_HEADS, NUM_LAYERS, Worker
-from tests.entries import gather_entries
 from vllm_kvmerge.engine.attention.rows import QueryRing
 from vllm_kvmerge.engine.plan import CompressionPlan
 from vllm_kvmerge.engine.worker.compactor import Compaction
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, dispatch, paged_attention
-from vllm_kvmerge.policies import PRESETS, Entries
+from vllm_kvmerge.policies import PRESETS
 
 LARGE = {torch.float16: 6e4, torch.bfloat16: 1e38}
 KINDS = ["keys", "equal keys", "no keys", "nothing", "subnormal", "values", "one head", "one token"]
@@ -25,24 +24,18 @@ def fill(pages: PagedKVCache, kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     sign = torch.rand(pages.keys.shape, generator=generator).round() * 2 - 1
     large, tiny = (sign * size for size in (LARGE[dtype], torch.finfo(dtype).smallest_normal / 4))
-    if kind == "keys":
-        pages.keys.copy_(large)
-    elif kind == "equal keys":
-        pages.keys.fill_(LARGE[dtype])
-    elif kind == "no keys":
-        pages.keys.zero_()
-    elif kind == "nothing":
-        pages.keys.zero_()
-        pages.values.zero_()
-    elif kind == "subnormal":
-        pages.keys.copy_(tiny)
-    elif kind == "values":
-        pages.values.copy_(large)
+    if kind in ("no keys", "nothing", "equal keys"):
+        pages.keys.fill_(LARGE[dtype] if kind == "equal keys" else 0.0)
+        if kind == "nothing":
+            pages.values.zero_()
     elif kind == "one head":
         pages.keys[:, 0].copy_(large[:, 0])
-    else:
+    elif kind == "one token":
         for plane in (pages.keys, pages.values):
             plane[:, :, 3].copy_(large[:, :, 3])
+    else:
+        plane = pages.values if kind == "values" else pages.keys
+        plane.copy_(tiny if kind == "subnormal" else large)
 
 
 def attend(worker: Worker, compaction: Compaction, segments: tuple[int, int], end: int) -> Tensor:
@@ -57,13 +50,6 @@ def attend(worker: Worker, compaction: Compaction, segments: tuple[int, int], en
         paged_attention(query.to(pages.keys.dtype), pages, batch, HEAD_SIZE**-0.5, output)
         outputs.append(output)
     return torch.stack(outputs)
-
-
-def fronts(worker: Worker, compaction: Compaction) -> Iterator[Entries]:
-    """Live entries of each layer after the compaction."""
-    plan = compaction.plan
-    for pages in worker.layers:
-        yield gather_entries(pages, torch.tensor(plan.blocks), plan.new_front, plan.num_tokens, plan.num_tokens)
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -86,7 +72,7 @@ def test_what_is_finite_stays_finite(operators: None, dtype: torch.dtype, kind: 
             end = compaction.plan.num_tokens
             assert attend(worker, compaction, segments, end).isfinite().all(), policy
             assert not worker.compactor.execute([compaction]).failures, policy
-            for front in fronts(worker, compaction):
+            for front in worker.fronts(compaction):
                 live = front.positions >= 0
                 assert live.any(), policy
                 for plane in ("keys", "values", "log_votes", "scores", "aux"):
@@ -103,7 +89,7 @@ def test_choices_by_direction_or_order_of_lengths_do_not_depend_on_the_unit(poli
         for pages in worker.layers:
             pages.keys.mul_(factor)
         worker.compactor.execute(worker.first)
-        kept.append([front.positions.sort().values for front in fronts(worker, worker.first[0])])
+        kept.append([front.positions.sort().values for front in worker.fronts(worker.first[0])])
     assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
 
 
@@ -152,9 +138,6 @@ class LongRequest:
         self.num_merged += int(done.counts[0, 0])
         self.num_tokens = end
 
-    def entries(self) -> list[Entries]:
-        return list(fronts(self.worker, self.last))
-
 
 TOLERANCE = {256: 1e-4, 1: 3e-4}
 """Of votes, relative to the number of tokens, by tokens at a time: each merge rounds a logarithm in float32."""
@@ -174,7 +157,7 @@ def test_votes_after_50_000_merges(policy: str, fields: dict[str, Any], interval
     request = LongRequest(policy, interval, **fields)
     while request.num_merged < 50_000 * NUM_LAYERS * NUM_HEADS:
         request.step()
-    for front in request.entries():
+    for front in request.worker.fronts(request.last):
         assert (front.positions >= 0).all()
         for plane in ("keys", "values", "log_votes", "scores", "aux"):
             assert getattr(front, plane).isfinite().all()
@@ -195,7 +178,7 @@ def test_means_of_50_000_values_stay_between_them(policy: str) -> None:
     for _ in range(-(-50_000 // request.interval)):
         request.step()
     assert request.num_merged > 20_000 * NUM_LAYERS * NUM_HEADS
-    for front in request.entries():
+    for front in request.worker.fronts(request.last):
         live = front.positions >= 0
         assert (front.log_votes[live] == 0.0).all()
         values = front.values[live]
@@ -214,7 +197,7 @@ def test_values_after_50_000_merges_are_no_larger_than_after_5_000(policy: str) 
         seen = []
         for _ in range(10):
             request.step()
-            for front in request.entries():
+            for front in request.worker.fronts(request.last):
                 live = front.positions >= 0
                 assert front.keys[live].isfinite().all() and (front.log_votes[live] == 0.0).all()
                 seen.append(front.values[live].abs().max())

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -95,16 +96,12 @@ class Side:
         return outputs
 
     def compact(self, num_tokens: int, policy: CompressionPolicy, has_pages: bool) -> None:
-        size = self.compression.new_front(self.segments, num_tokens)
+        size, front = self.compression.new_front(self.segments, num_tokens), self.segments.num_places
         assert size.has_pages
-        num_blocks = size.num_blocks if has_pages else -(-size.places // BLOCK)
-        share_blocks = size.share_blocks if has_pages else 0
-        front = self.segments.num_places
-        blocks = self.blocks[:num_blocks].tolist()
-        plan = CompressionPlan(
-            "r", "", front, self.segments.tail, num_tokens, self.compression.budget, size.places, blocks,
-            share_blocks=share_blocks, has_pages=has_pages, may_shrink=has_pages and size.may_shrink,
-        )  # fmt: skip
+        own = {"has_pages": True, "share_blocks": size.share_blocks, "may_shrink": size.may_shrink} if has_pages else {}
+        blocks = self.blocks[: size.num_blocks if has_pages else -(-size.places // BLOCK)].tolist()
+        sizes = front, self.segments.tail, num_tokens, self.compression.budget, size.places
+        plan = CompressionPlan("r", "", *sizes, blocks, **own)
         scores = self.scores if front == 0 and self.config.policy.needs_scores else None
         ring = self.ring if self.config.policy.query_window else None
         moves_keys = self.config.positions == "cache"
@@ -112,16 +109,17 @@ class Side:
         done = self.compactor.execute([compaction])
         assert not done.failures
         self.pages = done.pages.get(0)
-        if size.may_shrink and has_pages:
-            assert self.pages is not None
-            report = done.fronts[0]
+        if size.may_shrink and self.pages:
+            report, used = done.fronts[0], set().union(*used_pages(self.pages))
             assert report.entries == math.ceil(self.pages.fronts.double().mean())
-            assert {page // (LAYERS * HEADS) for pages in used_pages(self.pages) for page in pages} <= set(
-                blocks[: report.num_blocks]
-            )
+            assert {page // (LAYERS * HEADS) for page in used} <= set(blocks[: report.num_blocks])
             self.num_blocks.append(report.num_blocks)
         entries = size.entries if has_pages else size.places
         self.segments = Segments(entries, num_tokens, num_tokens, size.places if has_pages else 0)
+
+
+def under(most: int) -> dict[str, Any]:
+    return {"budget": {"threshold": 0.012, "max": most}}
 
 
 # Without max-pooling, in which neighbours of a large score tie: of equal ones the first in the cache stays.
@@ -138,18 +136,12 @@ POLICIES: list[dict[str, Any]] = [
     {"policy": "grkv", "allocator": "adaptive", "kernel_size": 1, "lambda_v": 0.1, "components": "v"},
     {"policy": "asymkv", "allocator": "adaptive"},
     {"policy": "morphkv", "skip_layers": 1},
-    {"policy": "snapkv", "kernel_size": 1, "budget": {"threshold": 0.012, "max": 70}},
-    {
-        "policy": "zsmerge",
-        "selector": "h2o",
-        "num_sink_tokens": 0,
-        "recent_share": 0.25,
-        "budget": {"threshold": 0.012, "max": 60},
-    },
+    {"policy": "snapkv", "kernel_size": 1, **under(70)},
+    {"policy": "zsmerge", "selector": "h2o", "num_sink_tokens": 0, "recent_share": 0.25, **under(60)},
     {"policy": "snapkv", "allocator": "global", "kernel_size": 1},
     {"policy": "adakv", "kernel_size": 1, "positions": "cache"},
     {"policy": "keepkv", "kernel_size": 1, "allocator": "pyramid", "positions": "cache"},
-    {"policy": "snapkv", "kernel_size": 1, "budget": {"threshold": 0.012, "max": 70}, "positions": "cache"},
+    {"policy": "snapkv", "kernel_size": 1, **under(70), "positions": "cache"},
 ]
 
 
@@ -182,8 +174,7 @@ def test_the_same_outputs_as_with_dead_entries(fields, decode):
         due = one.next_compression(paged.segments)
         if due is not None and end >= due:
             paged.compact(end, config.policy, has_pages=True)
-            Dealt.shares = paged.pages.fronts.tolist()
-            masked.compression, before = one, masked.segments
+            Dealt.shares, before = paged.pages.fronts.tolist(), masked.segments
             masked.segments = Segments(before.front, before.tail, before.changed_at)
             masked.compact(end, oracle, has_pages=False)
             counts.add(tuple(paged.pages.fronts.flatten().tolist()))
@@ -213,24 +204,20 @@ def test_heads_of_all_layers_share_a_budget(max_bytes):
     side.scores.scores.copy_(scores)
     side.compact(PROMPT, config.policy, has_pages=True)
     scores[..., :2] = 1.0
-    wanted = scores.flatten().topk(LAYERS * HEADS * 96).indices // PROMPT
+    wanted, shares = scores.flatten().topk(LAYERS * HEADS * 96).indices // PROMPT, side.pages.fronts
     counts = wanted.bincount(minlength=LAYERS * HEADS).view(LAYERS, HEADS)
-    shares = side.pages.fronts
     assert counts.min() < 48 and counts.max() > 120
     # Rounded to pages, all of which are used.
     assert ((shares - counts).abs() < BLOCK).all()
     assert (-(-shares // BLOCK)).sum() <= LAYERS * HEADS * 96 // BLOCK and shares.sum() > LAYERS * HEADS * 95
     positions = torch.stack([cache.positions for cache in side.layers])
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            count = int(shares[layer, head])
-            slots = torch.arange(count)
-            page = side.pages.ids[layer, head][slots // BLOCK]
-            block, owner, lane = page // (LAYERS * HEADS), page // HEADS % LAYERS, page % HEADS
-            kept = positions[owner, block, lane, slots % BLOCK]
-            best = scores[layer, head].clone()
-            best[-1] = 2.0  # the newest is protected
-            assert set(kept.tolist()) == set(best.topk(count).indices.tolist())
+    scores[..., -1] = 2.0  # the newest is protected
+    for layer, head in product(range(LAYERS), range(HEADS)):
+        slots = torch.arange(int(shares[layer, head]))
+        page = side.pages.ids[layer, head][slots // BLOCK]
+        block, owner, lane = page // (LAYERS * HEADS), page // HEADS % LAYERS, page % HEADS
+        kept = positions[owner, block, lane, slots % BLOCK]
+        assert set(kept.tolist()) == set(scores[layer, head].topk(len(slots)).indices.tolist())
 
 
 def used_pages(pages: HeadPages) -> list[set[int]]:

@@ -1,5 +1,7 @@
 """Entries in pages against the same entries, dense."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -13,6 +15,13 @@ from vllm_kvmerge.policies.base import Entries
 
 SEQUENCES = [(0, 0, 60), (20, 100, 140), (37, 64, 87)]
 """front, tail, seq_len; 60 live entries each."""
+
+
+def places(dense: Entries, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """All in some order for each row, and the first 20 of them, of which some are left out."""
+    index = torch.rand(len(dense.positions), 60, generator=generator).argsort(1)
+    some = index[:, :20]
+    return index, some.masked_fill(torch.rand(some.shape, generator=generator) < 0.2, -1)
 
 
 def sample(dtype: torch.dtype) -> tuple[PagedEntries, Entries]:
@@ -38,17 +47,12 @@ def test_reads_are_those_of_the_dense_entries(dtype, heads):
         assert paged.keys is not None  # what has been read of all heads must not be taken for some
         paged, dense = paged.of_rows(heads), dense.of_rows(heads)
     generator = torch.Generator().manual_seed(2)
-    index = torch.rand(len(dense.positions), 60, generator=generator).argsort(1)
-    some = index[:, :20].masked_fill(torch.rand(len(index), 20, generator=generator) < 0.2, -1)
+    index, some = places(dense, generator)
     for name in ("keys_at", "values_at"):
         assert torch.equal(getattr(paged, name)(some), getattr(dense, name)(some))
     usable = torch.rand(len(index), 40, generator=generator) < 0.8
-    for one, other in zip(
-        paged.most_similar(index[:, :20], index[:, 20:], usable),
-        dense.most_similar(index[:, :20], index[:, 20:], usable),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
+    pairs = index[:, :20], index[:, 20:], usable
+    torch.testing.assert_close(paged.most_similar(*pairs), dense.most_similar(*pairs))
     for name in ("keys", "values", "log_votes", "scores", "aux", "positions", "is_live"):
         assert torch.equal(getattr(paged, name), getattr(dense, name)), name
     hidden = dense.positions % 3 == 0
@@ -66,15 +70,11 @@ def test_what_an_update_leaves_is_that_of_the_dense_entries(dtype):
     update = random_update(dense, 60, 20, generator)
     update.keys, update.values = (rows.to(dtype).float() for rows in (update.keys, update.values))
     view, expected = update.view(paged), update.apply(dense)
-    index = torch.rand(len(dense.positions), 60, generator=generator).argsort(1)
-    some = index[:, :20].masked_fill(torch.rand(len(index), 20, generator=generator) < 0.2, -1)
+    index, some = places(dense, generator)
     for name in ("keys_at", "values_at"):
         assert torch.equal(getattr(view, name)(some), getattr(expected, name)(some))
-    usable = expected.is_live.gather(1, index[:, 20:])
-    for one, other in zip(
-        view.most_similar(some, index[:, 20:], usable), expected.most_similar(some, index[:, 20:], usable), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    pairs = some, index[:, 20:], expected.is_live.gather(1, index[:, 20:])
+    torch.testing.assert_close(view.most_similar(*pairs), expected.most_similar(*pairs))
     row, shares = torch.zeros_like(some), torch.rand(some.shape, generator=generator).masked_fill(some < 0, 0.0)
     for plane in ROW_PLANES:
         mixing = plane, some, row, shares, index[:, 30:34]
@@ -93,14 +93,12 @@ def test_queries_do_not_attend_to_hidden_entries(fusion):
     assert (fused[hidden] == 0.0).all() and (fused[1:].sum(1) > 0.9).all()
 
 
-def test_nothing_is_read_unasked(monkeypatch):
+def test_nothing_is_read_unasked():
     paged, dense = sample(torch.bfloat16)
-    asked = []
-    gather_rows = ops.gather_rows
-    monkeypatch.setattr(ops, "gather_rows", lambda *args: (asked.append(args[-1]), gather_rows(*args))[1])
-    view = paged.without(dense.positions < 20).of_rows([0, 3])
-    assert view.is_live.any() and len(view) == 60 and not asked
-    rows = view.values_at(torch.tensor([[7, -1], [3, 4]]))
+    with patch.object(ops, "gather_rows", wraps=ops.gather_rows) as gather:
+        view = paged.without(dense.positions < 20).of_rows([0, 3])
+        assert view.is_live.any() and len(view) == 60 and not gather.called
+        rows = view.values_at(torch.tensor([[7, -1], [3, 4]]))
     assert torch.equal(rows[1], dense.values[3, 3:5])
     # Of heads that are not wanted nothing is asked.
-    assert torch.cat(asked).tolist() == [[7, -1], [3, 4]]
+    assert torch.cat([call.args[-1] for call in gather.call_args_list]).tolist() == [[7, -1], [3, 4]]

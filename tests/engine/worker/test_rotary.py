@@ -24,15 +24,9 @@ def model(*modules: nn.Module | None) -> nn.Module:
     """One layer with each of these embeddings."""
     layers = nn.ModuleList()
     for module in modules:
-        layer = nn.Module()
-        layer.self_attn = nn.Module()
-        layer.self_attn.attn = nn.Identity()
-        if module is not None:
-            layer.self_attn.rotary_emb = module
-        layers.append(layer)
-    whole = nn.Module()
-    whole.layers = layers
-    return whole
+        attention = nn.ModuleDict({"attn": nn.Identity()} | ({} if module is None else {"rotary_emb": module}))
+        layers.append(nn.ModuleDict({"self_attn": attention}))
+    return nn.ModuleDict({"layers": layers})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -61,11 +55,11 @@ def test_what_a_module_turns_comes_back(parameters, is_neox, dtype):
 
 
 def test_what_is_no_such_rotation_is_not_found():
-    plain = get_rope(SIZE, 512, True, {"rope_type": "default", "rope_theta": 1e4}, torch.float32)
-    other = get_rope(SIZE, 512, True, {"rope_type": "default", "rope_theta": 1e5}, torch.float32)
-    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    parameters = {"rope_type": "default", "rope_theta": 1e4}
+    plain, other, of_sections = (
+        get_rope(SIZE, 512, True, parameters | more, torch.float32)
+        for more in ({}, {"rope_theta": 1e5}, {"mrope_section": [4, 6, 6]})
+    )
     assert find_rotation(model(plain, plain), NAMES) is not None
-    for modules in ((None, None), (plain, None), (plain, other), (nn.Identity(), nn.Identity())):
+    for modules in ((None, None), (plain, None), (plain, other), [nn.Identity()] * 2, [of_sections] * 2):
         assert find_rotation(model(*modules), NAMES) is None
-    of_sections = get_rope(SIZE, 512, True, sections, torch.float32)
-    assert find_rotation(model(of_sections, of_sections), NAMES) is None

@@ -1,18 +1,8 @@
 """Fronts in files, without an engine: what is written comes back bit for bit, and nothing that is torn does."""
 
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-
 import pytest
 import torch
 
-from tests import preloaded
-from tests.processes import end_with_tests
-from vllm_kvmerge.engine.saved_contexts import UNFINISHED
 from vllm_kvmerge.engine.worker.saved_fronts import (
     SavedFrontError,
     file_of,
@@ -30,11 +20,8 @@ LAYERS, HEADS, SIZE, DIM, BLOCKS = 3, 2, 16, 32, 9
 
 def make_layers(dtype: torch.dtype) -> list[PagedKVCache]:
     cell = cell_bytes(DIM, dtype) // dtype.itemsize
-    layers = []
-    for _ in range(LAYERS):
-        memory = torch.randint(-128, 127, (BLOCKS, HEADS, SIZE, cell * dtype.itemsize), dtype=torch.int8).view(dtype)
-        layers.append(PagedKVCache.of(memory, DIM))
-    return layers
+    shape = LAYERS, BLOCKS, HEADS, SIZE, cell * dtype.itemsize
+    return [PagedKVCache.of(memory.view(dtype), DIM) for memory in torch.randint(-128, 127, shape, dtype=torch.int8)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *QUANTISED], ids=str)
@@ -44,6 +31,7 @@ def test_a_front_comes_back_bit_for_bit(tmp_path, dtype, has_pages):
     there, here = make_layers(dtype), make_layers(dtype)
     sources, targets = [7, 2, 5], [1, 8, 3]
     before = [[plane.clone() for plane in (cache.content, *cache.metadata)] for cache in here]
+    rest = [block for block in range(BLOCKS) if block not in targets]
     pages = None
     if has_pages:
         ids = torch.tensor(sources)[torch.randint(3, (LAYERS, HEADS, 4))] * LAYERS * HEADS
@@ -58,7 +46,6 @@ def test_a_front_comes_back_bit_for_bit(tmp_path, dtype, has_pages):
         for plane, source, old in zip(mine, theirs, planes, strict=True):
             ints = {4: torch.int32, 2: torch.int16, 1: torch.int8}[plane.element_size()]
             assert torch.equal(plane[targets].view(ints), source[sources].view(ints))
-            rest = [block for block in range(BLOCKS) if block not in targets]
             assert torch.equal(plane[rest].view(ints), old[rest].view(ints))
     assert list(others) == ["queries"] and torch.equal(others["queries"], queries)
     if pages is None:
@@ -74,16 +61,14 @@ def test_a_front_comes_back_bit_for_bit(tmp_path, dtype, has_pages):
 def test_what_does_not_fit_writes_nothing():
     layers = make_layers(torch.float32)
     tensors = front_tensors(layers, [1, 2], None, {})
+    ids = torch.zeros(LAYERS, HEADS, 2, dtype=torch.int64)
     for change in (
         {"content.2": tensors["content.2"][:1]},
         {"metadata.1": tensors["metadata.1"][:3]},
         {"content.0": tensors["content.0"].to(torch.float64)},
         {"queries": torch.zeros(2)},
-        {"pages.ids": torch.full((LAYERS, HEADS, 2), 2 * LAYERS * HEADS), "pages.fronts": torch.ones(LAYERS, HEADS)},
-        {
-            "pages.ids": torch.zeros(LAYERS, HEADS, 2, dtype=torch.int64),
-            "pages.fronts": torch.full((LAYERS, HEADS), 33),
-        },
+        {"pages.ids": ids + 2 * LAYERS * HEADS, "pages.fronts": torch.ones(LAYERS, HEADS)},
+        {"pages.ids": ids, "pages.fronts": torch.full((LAYERS, HEADS), 33)},
     ):
         before = layers[0].content.clone()
         with pytest.raises(SavedFrontError):
@@ -91,42 +76,3 @@ def test_what_does_not_fit_writes_nothing():
         assert torch.equal(layers[0].content.nan_to_num(), before.nan_to_num())
     with pytest.raises(SavedFrontError, match="layer 2"):
         restore_front(layers, [3, 4], {name: one for name, one in tensors.items() if not name.endswith("2")}, {})
-
-
-WRITE = f"""
-import itertools, os, sys
-from pathlib import Path
-import torch
-from vllm_kvmerge.engine.worker.saved_fronts import file_of, write_front
-base, tensors = Path(sys.argv[1]), {{str(i): torch.randn(1 << 20) for i in range(4)}}
-for number in itertools.count():
-    folder = base / f"{UNFINISHED}{{number}}"
-    folder.mkdir()
-    write_front(file_of(folder, 0, 1), tensors, "{{}}", "weights")
-    os.replace(folder, base / str(number))
-    print(number, flush=True)
-"""
-
-
-@pytest.mark.engine
-def test_a_writer_that_is_killed_leaves_nothing_that_is_torn(tmp_path):
-    """Whenever it is killed: folders under their own names are whole."""
-    rng, unfinished = random.Random(3), 0
-    for run in range(3):
-        base = tmp_path / str(run)
-        base.mkdir()
-        process = preloaded.Popen(
-            [sys.executable, "-c", WRITE, str(base)], stdout=subprocess.PIPE, preexec_fn=end_with_tests
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(rng.uniform(0.0, 0.3))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        names = [path.name for path in base.iterdir()]
-        whole = [name for name in names if not name.startswith(".")]
-        unfinished += len(names) - len(whole)
-        assert whole
-        for name in whole:
-            assert len(read_front(file_of(base / name, 0, 1), "weights")) == 4
-    assert unfinished > 0

@@ -6,15 +6,12 @@ import random
 import re
 from collections import Counter
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
@@ -22,8 +19,7 @@ from tests.evaluation.tasks.tokenizers import Pieces
 from vllm_kvmerge import demo
 from vllm_kvmerge.evaluation.tasks.base import TASKS, Completion, Sample, Tokenizer
 from vllm_kvmerge.evaluation.tasks.ruler.common_words import CommonWords
-from vllm_kvmerge.evaluation.tasks.ruler.fitting import NoRoomError, draw_fitting, largest_fitting
-from vllm_kvmerge.evaluation.tasks.ruler.frequent_words import FrequentWords, zeta
+from vllm_kvmerge.evaluation.tasks.ruler.frequent_words import FrequentWords
 from vllm_kvmerge.evaluation.tasks.ruler.qa import HotpotQa, Squad
 from vllm_kvmerge.evaluation.tasks.ruler.text import NOISE
 from vllm_kvmerge.evaluation.tasks.ruler.variable_tracking import VariableTracking
@@ -42,27 +38,17 @@ def tokenizer_named(name: str) -> Tokenizer:
 
 
 def draw(task: str, count: int = 3, seed: int = 0, tokenizer: str = "pieces", **options: Any) -> list[Sample]:
+    if task in QA:
+        options.setdefault("data_file", QA[task])
     return TASKS[f"ruler_{task}"](**options).samples(count, seed, tokenizer_named(tokenizer))
 
 
 def test_the_thirteen_tasks_are_registered() -> None:
+    """RULER's questions are left out of the configuration: their data has to be named."""
     names = {name for name in TASKS if name.startswith("ruler_")}
     assert names == {f"ruler_{task}" for task in (*SYNTHETIC, *QA)} and len(names) == 13
-
-
-def test_every_option_is_described() -> None:
-    for name, task in TASKS.items():
-        if name.startswith("ruler_"):
-            assert all(field.description for field in task.model_fields.values()), name
-
-
-def test_the_configuration_names_the_tasks() -> None:
-    """RULER's questions are left out: their data has to be named."""
     text = (Path(__file__).parents[3] / "configs" / "eval" / "ruler.yaml").read_text()
-    tasks = {entry.pop("task"): entry for entry in yaml.safe_load(text)["tasks"]}
-    assert set(tasks) == {name for name in TASKS if name.startswith("ruler_")} - {"ruler_qa_1", "ruler_qa_2"}
-    for name, options in tasks.items():
-        assert TASKS[name](**options).model_dump(include=set(options)) == options
+    assert {entry["task"] for entry in yaml.safe_load(text)["tasks"]} == {f"ruler_{task}" for task in SYNTHETIC}
 
 
 # Lengths and seeds
@@ -72,81 +58,37 @@ def test_the_configuration_names_the_tasks() -> None:
 @pytest.mark.parametrize("length", [1500, 4096])
 @pytest.mark.parametrize("task", SYNTHETIC)
 def test_prompt_and_answer_fill_the_length(task: str, length: int, tokenizer: str) -> None:
-    """Up to a step or two: by a step a prompt that does not fit is shortened, in steps fwe grows besides."""
     samples = draw(task, count=4, tokenizer=tokenizer, length=length)
     totals = [len(tokenizer_named(tokenizer).encode(sample.prompt)) + sample.max_tokens for sample in samples]
-    made: Any = TASKS[f"ruler_{task}"](length=length)
-    generate = made.generator(random.Random(0), tokenizer_named(tokenizer))
-    one, two = (len(tokenizer_named(tokenizer).encode(generate(0, size * made.step()).prompt)) for size in (4, 8))
-    assert len(samples) == 4
-    assert max(totals) <= length
-    assert min(totals) > length - (2 if task == "fwe" else 1.2) * (two - one) / 4 - 0.03 * length, "prompts vary"
-    assert min(totals) > (0.9 if task in ("vt", "cwe") else 0.7) * length
-
-
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_3"])
-def test_steps_are_a_small_part_of_a_long_prompt(task: str) -> None:
-    for sample in draw(task, count=2, length=16_384):
-        assert 0.9 * 16_384 < len(Pieces().encode(sample.prompt)) + sample.max_tokens <= 16_384
+    assert len(totals) == 4 and max(totals) <= length
+    assert min(totals) > (0.9 if task in ("vt", "cwe") else 0.7) * length, "but for a step or two"
 
 
 @pytest.mark.parametrize("task", [*SYNTHETIC, *QA])
 def test_seeds_decide(task: str) -> None:
-    options = {"data_file": QA[task]} if task in QA else {}
-    first, again, other = (draw(task, seed=seed, length=1500, **options) for seed in (1, 1, 2))
+    first, again, other = (draw(task, seed=seed, length=1500) for seed in (1, 1, 2))
     assert first == again
     assert all(one.prompt != two.prompt for one, two in zip(first, other, strict=True))
     assert len({sample.prompt for sample in first}) == len(first)
-    assert draw(task, count=2, seed=1, length=1500, **options) == first[:2], "how many are drawn changes none"
+    assert draw(task, count=2, seed=1, length=1500) == first[:2], "how many are drawn changes none"
 
 
 @pytest.mark.parametrize("task", [*SYNTHETIC, *QA])
 def test_the_question_comes_after_the_context(task: str) -> None:
-    options = {"data_file": QA[task]} if task in QA else {}
     starts = {"niah": "What ", "qa": "Answer the question based on"}
-    for sample in draw(task, length=1500, **options):
+    for sample in draw(task, length=1500):
         assert sample.context.endswith("\n")
         assert sample.question.startswith(starts.get(task.split("_")[0], "Question: "))
-        assert sample.continuation is None
         # Officially what follows the question belongs to the model's turn.
         asked = sample.question.removesuffix(sample.answer_prefix)
-        assert asked.rstrip() == asked and asked[-1] == ("?" if task.split("_")[0] not in ("vt", "qa") else asked[-1])
+        assert asked.rstrip() == asked and (asked[-1] == "?" or task.split("_")[0] in ("vt", "qa"))
         assert sample.answer_prefix.startswith(" The special magic" if task.startswith("niah") else " Answer:")
 
 
-def test_too_short_a_length_is_refused() -> None:
-    for task in SYNTHETIC:
-        with pytest.raises(ValueError, match="length"):
-            draw(task, length=150)
+@pytest.mark.parametrize("task", [*SYNTHETIC, "qa_1"])
+def test_too_short_a_length_is_refused(task: str) -> None:
     with pytest.raises(ValueError, match="length"):
-        draw("qa_1", length=100, data_file=QA["qa_1"])
-    with pytest.raises(ValidationError, match="length"):
-        draw("vt", length=0)
-
-
-@given(room=st.integers(1, 3000), step=st.integers(1, 600), minimum=st.integers(1, 40))
-def test_as_many_units_as_fit(room: int, step: int, minimum: int) -> None:
-    if room < minimum:
-        with pytest.raises(NoRoomError):
-            largest_fitting(lambda units: units <= room, step, minimum)
-    else:
-        units, shrink_by = largest_fitting(lambda units: units <= room, step, minimum)
-        assert units == room
-        assert minimum <= shrink_by <= room and shrink_by <= max(step, minimum)
-
-
-def test_a_sample_that_does_not_fit_has_steps_fewer_units() -> None:
-    drawn = []
-
-    def fake(index: int, units: int) -> Sample:
-        drawn.append(units)
-        return Sample("", "", [], units)
-
-    assert draw_fitting(fake, 0, 100, 30, 1, lambda sample: sample.max_tokens < 50).max_tokens == 40
-    assert drawn == [100, 70, 40]
-    with pytest.raises(NoRoomError):
-        draw_fitting(fake, 0, 100, 30, 1, lambda sample: False)
-    assert min(drawn) == 10, "steps stay whole"
+        draw(task, length=100)
 
 
 # Needles
@@ -198,11 +140,13 @@ def test_the_official_prompt_of_several_values() -> None:
     ],
 )
 def test_what_is_asked_is_there_once(task: str, keys: int | None, values_per_key: int, asked: int, kind: str) -> None:
+    shape = r"[1-9]\d{6}" if kind == "numbers" else r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-\w{12}"
     for sample in draw(task, count=5, length=2000):
         needles = NEEDLE.findall(sample.context)
         by_key: dict[str, list[str]] = {}
         for found_kind, key, value in needles:
             assert found_kind == kind
+            assert re.fullmatch(shape if task == "niah_multikey_3" else r"\S+-.+", key)  # adjective-noun
             by_key.setdefault(key, []).append(value)
         if keys is None:
             assert len(by_key) > 15 and sample.context.count("\n") == len(needles) + 1, "nothing but needles"
@@ -212,38 +156,7 @@ def test_what_is_asked_is_there_once(task: str, keys: int | None, values_per_key
         assert len(sample.references) == asked * values_per_key
         asked_keys = [key for key in by_key if f" {key}" in sample.question]
         assert sorted(sample.references) == sorted(value for key in asked_keys for value in by_key[key])
-        for value in sample.references:
-            assert sample.prompt.count(value) == 1
-        shape = r"[1-9]\d{6}" if kind == "numbers" else r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-\w{12}"
-        assert all(re.fullmatch(shape, value) for value in sample.references)
-        if task == "niah_multikey_3":
-            assert all(re.fullmatch(shape, key) for key in by_key)
-        else:
-            assert all("-" in key for key in by_key), "adjective-noun"
-
-
-def even(counts: list[int], bins: int) -> bool:
-    """True if chi-square is below its quantile at about 1 - 1e-4 (Wilson and Hilferty's approximation)."""
-    expected = sum(counts) / bins
-    statistic = sum((count - expected) ** 2 for count in counts) / expected
-    freedom = bins - 1
-    return statistic < freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
-
-
-def test_even_tells_even_from_uneven() -> None:
-    assert even([50, 47, 61, 42], 4)
-    assert not even([90, 47, 31, 32], 4)
-
-
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2"])
-def test_needles_lie_anywhere_between_lines(task: str) -> None:
-    depths: Counter[int] = Counter()
-    for sample in draw(task, count=400, tokenizer="demo", length=700):
-        lines = sample.context.split("\n")[1:-1]
-        place = next(number for number, line in enumerate(lines) if sample.references[0] in line)
-        depths[place * 5 // (len(lines) - 1)] += 1
-    assert set(depths) == set(range(5))
-    assert even(list(depths.values()), 5)
+        assert all(re.fullmatch(shape, value) and sample.prompt.count(value) == 1 for value in sample.references)
 
 
 def test_needles_lie_at_forty_depths_between_sentences(tmp_path: Path) -> None:
@@ -260,21 +173,14 @@ def test_needles_lie_at_forty_depths_between_sentences(tmp_path: Path) -> None:
         assert after.partition(". ")[2] == " ".join(sentences[start:])
         found[start] += 1
     assert set(found) == {int(200 * round(100 * step / 39) / 100) for step in range(40)}
-    assert even(list(found.values()), 40)
-
-
-def test_several_needles_lie_at_different_depths() -> None:
-    for sample in draw("niah_multivalue", count=20, length=2000):
-        starts = [found.start() for found in NEEDLE.finditer(sample.context)]
-        assert len(starts) == 4
-        assert all(NEEDLE.sub("", sample.context[one:two]).strip() for one, two in pairwise(starts))
+    assert max(found.values()) < 50, "25 each, and chance"
 
 
 def test_keys_are_asked_for_wherever_they_lie() -> None:
     ranks: Counter[int] = Counter()
     for sample in draw("niah_multikey_1", count=200, length=900):
         ranks[[value for _, _, value in NEEDLE.findall(sample.context)].index(sample.references[0])] += 1
-    assert set(ranks) == set(range(4)) and even(list(ranks.values()), 4)
+    assert set(ranks) == set(range(4)) and min(ranks.values()) > 30, "50 each, and chance"
 
 
 def test_haystacks_of_one_s_own(tmp_path: Path) -> None:
@@ -301,34 +207,28 @@ def test_haystacks_that_cannot_be_used(tmp_path: Path, content: str | None) -> N
 def test_more_needles_than_places_are_refused() -> None:
     with pytest.raises(ValidationError, match="40 needles"):
         TASKS["ruler_niah_multikey_1"](num_needle_k=21, num_needle_v=2)
-    assert len(NEEDLE.findall(draw("niah_multikey_1", num_needle_k=20, num_needle_v=2)[0].context)) == 40
 
 
 # Variable tracking
 
 
 def test_the_official_prompt_of_variable_tracking() -> None:
+    instruction = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    wording = (
+        "Find all variables that are assigned the value {0} in the text above. Answer: According to the chain(s) "
+        "of variable assignment in the text above, 5 variables are assigned the value {0}, they are: "
+    )
     for sample in draw("vt", count=5, length=1500):
-        instruction = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
         nothing, example, asked = sample.prompt.split(instruction)
-        assert nothing == ""
-        example_text, _, example_question = example.partition("\nQuestion: ")
-        text, _, question = asked.partition("\nQuestion: ")
-        example_value = check_chain(example_text, letters=3)[1]
-        chain, value = check_chain(text, letters=5)
-        assert sample.references == chain and sample.max_tokens == 30
-        wording = (
-            "Find all variables that are assigned the value {0} in the text above. Answer: According to the chain(s) "
-            "of variable assignment in the text above, 5 variables are assigned the value {0}, they are: "
-        )
-        assert question == wording.format(value)
-        solution = " ".join(check_chain(example_text, letters=3)[0])
-        assert example_question == f"{wording.format(example_value)} {solution}\n\n"
+        (solved, solved_value), (chain, value) = check_chain(example, letters=3), check_chain(asked, letters=5)
+        assert nothing == "" and sample.references == chain and sample.max_tokens == 30
+        assert example.endswith(f"\nQuestion: {wording.format(solved_value)} {' '.join(solved)}\n\n")
+        assert asked.endswith(f"\nQuestion: {wording.format(value)}")
 
 
 def check_chain(text: str, letters: int) -> tuple[list[str], str]:
     """Variables and value of the chain of four hops that is the text's, in order, among repeated sentences."""
-    lines = [line for line in text.split("\n") if line != NOISE]
+    lines = [line for line in text.partition("\nQuestion: ")[0].split("\n") if line != NOISE]
     assert 0 < len(lines) < text.count("\n")
     start = re.fullmatch(r"VAR ([A-Z]+) = ([1-9]\d{4})", lines[0])
     assert start is not None
@@ -402,32 +302,17 @@ def numbered(text: str) -> Counter[str]:
     return Counter(parts[1::2])
 
 
-def test_common_words_lie_anywhere() -> None:
-    depths = []
-    for sample in draw("cwe", count=20):
-        words = re.split(r"(?:^| )\d+\. ", sample.context.split("\n")[-2])[1:]
-        depths += [place / len(words) for place, word in enumerate(words) if word in sample.references]
-    assert len(depths) == 20 * 300
-    assert np.allclose(np.histogram(depths, 5, (0, 1))[0] / len(depths), 0.2, atol=0.03)
-
-
 def test_lists_longer_than_the_word_list(tmp_path: Path) -> None:
     """8,000 words are in the list; then others come in their place."""
-
-    def listed(words: Path | None) -> list[str]:
-        task = CommonWords(words=None if words is None else str(words))
-        return task.generator(random.Random(0), Pieces())(0, 9_000).references
-
-    assert all(re.fullmatch(r"\S+-.+", word) for word in listed(None))
     (words := tmp_path / "words.json").write_text(json.dumps({str(n): f"word{n}" for n in range(9_000)}))
-    assert all(re.fullmatch(r"word\d+", word) for word in listed(words))
-    (lines := tmp_path / "words.txt").write_text("\n".join(f"line{n}" for n in range(9_000)))
-    assert all(re.fullmatch(r"line\d+", word) for word in listed(lines))
-
+    (lines := tmp_path / "words.txt").write_text("\n".join(f"word{n}" for n in range(9_000)))
+    for path, shape in ((None, r"\S+-.+"), (words, r"word\d+"), (lines, r"word\d+")):
+        generate = CommonWords(words=path and str(path)).generator(random.Random(0), Pieces())
+        assert all(re.fullmatch(shape, word) for word in generate(0, 9_000).references)
     words.write_text("[]")
     for path in (words, tmp_path / "missing.txt"):
         with pytest.raises(ValueError, match="^words: "):
-            listed(path)
+            draw("cwe", words=str(path))
 
 
 # Frequent words
@@ -463,11 +348,6 @@ def test_the_official_prompt_of_frequent_words() -> None:
     assert sample.max_tokens == 50
 
 
-@pytest.mark.parametrize(("alpha", "value"), [(2, math.pi**2 / 6), (4, math.pi**4 / 90), (1.5, 2.612375348685488)])
-def test_zeta(alpha: float, value: float) -> None:
-    assert zeta(alpha) == pytest.approx(value, rel=1e-13)
-
-
 def test_vocabularies_that_cannot_be() -> None:
     with pytest.raises(ValidationError, match="coded_wordlen"):
         FrequentWords(coded_wordlen=2, vocab_size=500)
@@ -479,26 +359,20 @@ def test_vocabularies_that_cannot_be() -> None:
 
 
 def test_documents_and_questions_of_squad() -> None:
-    samples = draw("qa_1", count=100, length=500, data_file=QA["qa_1"])
-    assert len(samples) == 6, "all that can be answered"
-    squad = json.loads(Path(QA["qa_1"]).read_text())["data"]
-    answerable = [
-        (asked["question"], paragraph["context"], [answer["text"] for answer in asked["answers"]])
-        for article in squad
-        for paragraph in article["paragraphs"]
-        for asked in paragraph["qas"]
-        if not asked["is_impossible"]
-    ]
+    samples = draw("qa_1", count=100, length=500)
+    paragraphs = [one for article in json.loads(Path(QA["qa_1"]).read_text())["data"] for one in article["paragraphs"]]
+    answerable = [(one["context"], asked) for one in paragraphs for asked in one["qas"] if not asked["is_impossible"]]
+    assert len(samples) == len(answerable) == 6
     instruction = (
         "Answer the question based on the given documents. Only give me the answer and do not output any other words."
     )
-    for sample, (question, document, answers) in zip(samples, answerable, strict=True):
-        assert sample.question == f"{instruction}\n\nQuestion: {question} Answer:"
+    for sample, (document, asked) in zip(samples, answerable, strict=True):
+        assert sample.question == f"{instruction}\n\nQuestion: {asked['question']} Answer:"
         assert sample.context.startswith(f"{instruction}\n\nThe following are given documents.\n\nDocument 1:\n")
-        assert document in sample.context and sample.references == answers and sample.max_tokens == 32
-        assert re.findall(r"Document (\d+):\n", sample.context) == [
-            str(number + 1) for number in range(sample.context.count("Document "))
-        ]
+        assert document in sample.context and sample.max_tokens == 32
+        assert sample.references == [answer["text"] for answer in asked["answers"]]
+        numbers = [int(number) for number in re.findall(r"Document (\d+):\n", sample.context)]
+        assert numbers == list(range(1, sample.context.count("Document ") + 1))
 
 
 def test_paragraphs_of_the_same_article_come_first() -> None:
@@ -507,19 +381,16 @@ def test_paragraphs_of_the_same_article_come_first() -> None:
     orders = set()
     for seed in range(30):
         sample = Squad()._draw(random.Random(seed), corpus, 0, 3)
-        order = [corpus.documents[place] for place in (0, 1, 2, 3, 4, 5)]
-        order = sorted((text for text in order if text in sample.context), key=sample.context.index)
+        order = sorted((text for text in corpus.documents if text in sample.context), key=sample.context.index)
         assert len(order) == 3 and all("Orrin" in text for text in order)
         orders.add(tuple(order))
     assert len(orders) == 6
-    others = [Squad()._draw(random.Random(seed), corpus, 0, 4).context.count("Vell") for seed in range(5)]
-    assert min(others) >= 1, "then come others"
-    assert Squad()._draw(random.Random(0), corpus, 0, 14).context.count("\nDocument ") == 14, "and then again all"
+    assert Squad()._draw(random.Random(0), corpus, 0, 14).context.count("\nDocument ") == 14, "others, and all again"
 
 
 def test_documents_of_hotpotqa() -> None:
     data = json.loads(Path(QA["qa_2"]).read_text())
-    samples = draw("qa_2", length=400, data_file=QA["qa_2"])
+    samples = draw("qa_2", length=400)
     assert [sample.references for sample in samples] == [[asked["answer"]] for asked in data]
     for sample, asked in zip(samples, data, strict=True):
         for title, lines in asked["context"]:
@@ -545,10 +416,9 @@ def test_data_that_cannot_be_read(task: str, content: str | None, tmp_path: Path
 
 
 def test_data_is_named_by_the_user() -> None:
-    with pytest.raises(ValueError, match="data_file: name a local copy of SQuAD"):
-        draw("qa_1")
-    with pytest.raises(ValueError, match="data_file: name a local copy of HotpotQA"):
-        draw("qa_2")
+    for task, name in (("qa_1", "SQuAD"), ("qa_2", "HotpotQA")):
+        with pytest.raises(ValueError, match=f"data_file: name a local copy of {name}"):
+            draw(task, data_file=None)
 
 
 # Scores
@@ -569,13 +439,10 @@ def test_data_is_named_by_the_user() -> None:
 def test_scores(references: list[str], text: str, all_of_them: float, any_of_them: float) -> None:
     """string_match_all counts references found, string_match_part asks for one; control characters are line ends."""
     sample = Sample("", "", references, 10)
-    for task in SYNTHETIC:
-        assert TASKS[f"ruler_{task}"]().score(sample, Completion(text)) == all_of_them
-        assert TASKS[f"ruler_{task}"].metric == "string_match_all"
-    for task in QA:
-        assert TASKS[f"ruler_{task}"]().score(sample, Completion(text)) == any_of_them
-        assert TASKS[f"ruler_{task}"].metric == "string_match_part"
-
-
-def test_scores_are_averaged() -> None:
-    assert TASKS["ruler_cwe"]().summary([1.0, 0.5, 0.0]) == 0.5
+    for tasks, metric, expected in (
+        (SYNTHETIC, "string_match_all", all_of_them),
+        (QA, "string_match_part", any_of_them),
+    ):
+        for task in tasks:
+            assert TASKS[f"ruler_{task}"]().score(sample, Completion(text)) == expected
+            assert TASKS[f"ruler_{task}"].metric == metric

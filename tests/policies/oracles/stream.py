@@ -7,7 +7,7 @@ for a policy, and both must be the same.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from tests.policies.sampling import concatenate, newest_queries
 from vllm_kvmerge.ops import ScoreMode, ScoreUpdate
 from vllm_kvmerge.ops.attention import accumulate_scores
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, Entries
-from vllm_kvmerge.request.parameters import parse_compression
 
 STEPS = 60
 
@@ -74,13 +73,6 @@ class Stream(NamedTuple):
         zeros = torch.zeros_like(keys[..., 0])
         positions = torch.arange(start, end).repeat(len(keys), 1)
         return Entries(keys.clone(), values.clone(), zeros, zeros.clone(), zeros.clone(), positions)
-
-
-def policy_of(request: dict[str, Any]) -> CompressionPolicy:
-    """The policy that a value of ``kv_compression`` asks for."""
-    config = parse_compression(request)
-    assert config is not None
-    return config.policy
 
 
 def follow(policy: CompressionPolicy, stream: Stream, budget: int) -> list[list[Step]]:

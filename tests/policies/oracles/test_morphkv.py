@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow, policy_of
+from tests.policies.every import policy_of
+from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow
 
 CAPACITY, WINDOW = 20, 6
 
@@ -103,13 +104,3 @@ def test_the_authors_code(num_groups, fusion):
         assert [step.attended for step in theirs] == [step.attended for step in mine]
         differ = [(a.output - b.output).abs().max() > 1e-6 for a, b in zip(mine, theirs, strict=True)]
         assert all(differ) if num_groups > 1 else not any(differ)
-
-
-@pytest.mark.parametrize("left_out", [None, *AUTHORS])
-def test_paper_and_authors_code_choose_alike(left_out):
-    """Not the same, though, in any of the three respects."""
-    stream = Stream.random(4, 4)
-    fields = {} if left_out is None else {name: AUTHORS[name] for name in AUTHORS if name != left_out}
-    heads = zip(ours(stream, "sum", **fields), stream.heads(), strict=True)
-    shares = [agreement(mine, list(released(head, "sum"))) for mine, head in heads]
-    assert 0.6 < min(shares) <= max(shares) < 1.0

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow, policy_of
+from tests.policies.every import policy_of
+from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow
 
 DECAY = 0.98
 
@@ -13,21 +14,13 @@ AUTHORS = {"recent_share": 0.4, "residual_share": 0.001}
 """Of the authors' script: 0.4 of the budget for the newest tokens, a single slot, the rest by score."""
 
 
-def longer_first(count: int, slots: int) -> list[int]:
-    """Lengths of the authors' runs of the prompt: the longer ones first."""
-    size, longer = divmod(count, slots)
-    return [size + (i < longer) for i in range(slots)]
-
-
 def evenly(count: int, slots: int) -> list[int]:
-    """Lengths of this package's runs: run i begins at i count / slots, rounded up."""
+    """Lengths of the prompt's runs: run i begins at i count / slots, rounded up. The authors' longer ones are first."""
     starts = [-(-i * count // slots) for i in range(slots + 1)]
     return [end - start for start, end in zip(starts, starts[1:], strict=False)]
 
 
-def zsmerge(
-    head: Head, budget: int, window: int, slots: int, ring: int, lengths=longer_first, alpha: float = 0.6
-) -> Iterator[Step]:
+def zsmerge(head: Head, budget: int, window: int, slots: int, ring: int, alpha: float = 0.6) -> Iterator[Step]:
     """One head, token by token. ring: tokens in the recent window while decoding; ``window`` in algorithm 1, where the
     one that leaves it may be merged at once; ``window - 1`` in the authors' code, where that one takes the place of the
     merged one. The prompt keeps its ``window`` newest tokens and the best others; the rest is averaged in runs."""
@@ -37,7 +30,7 @@ def zsmerge(
     old = list(range(head.prompt - window))
     best = sorted(old, key=lambda token: scores[token], reverse=True)[: budget - window - slots]
     rest = torch.tensor([token for token in old if token not in best])
-    runs = rest.split(lengths(len(rest), slots))
+    runs = rest.split(evenly(len(rest), slots))
     keys = [head.keys[run].mean(0) for run in runs]
     values = [head.values[run].mean(0) for run in runs]
     weights = [len(run) for run in runs]
@@ -81,14 +74,4 @@ def test_algorithm_1(num_groups, alpha):
     """Our shares: of 24 entries 6 are recent and 3 are slots."""
     stream, budget = Stream.random(10 + num_groups, num_groups), 24
     for mine, head in zip(ours(stream, budget, alpha=alpha), stream.heads(), strict=True):
-        assert_same_steps(mine, zsmerge(head, budget, 6, slots=3, ring=6, lengths=evenly, alpha=alpha))
-
-
-def test_several_slots_begin_with_other_runs():
-    """20 tokens of the prompt go into 8 slots, of which the authors' first ones are the longer ones."""
-    stream, budget = Stream.random(3, 4), 28
-    assert longer_first(20, 8) == [3, 3, 3, 3, 2, 2, 2, 2] and evenly(20, 8) == [3, 2, 3, 2, 3, 2, 3, 2]
-    for mine, head in zip(ours(stream, budget, residual_share=8 / 28), stream.heads(), strict=True):
-        assert_same_steps(mine, zsmerge(head, budget, 7, slots=8, ring=7, lengths=evenly))
-        first = next(zsmerge(head, budget, 7, slots=8, ring=7, lengths=longer_first))
-        assert first.attended == mine[0].attended and (first.output - mine[0].output).abs().max() > 1e-4
+        assert_same_steps(mine, zsmerge(head, budget, 6, slots=3, ring=6, alpha=alpha))
