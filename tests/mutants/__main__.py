@@ -2,16 +2,18 @@
 
     python -m tests.mutants [WORD...]            those whose fault, symbol or file has a WORD; default: all
     python -m tests.mutants --reach PATH...      measures again which symbols the tests of PATH reach
-    python -m tests.mutants --table              what has come out, as the tables of docs/reliability.md
+    python -m tests.mutants --table              what has come out, as in tests/mutants/README.md
 
 Which tests reach a symbol is measured first, by one run of the fast layer. Everything is done in copies of the checkout
-below build/mutants. Run it again to go on after an interruption; ``--again`` runs those that have survived once more.
+below build/mutants. What a test has found counts if it passes without a fault, which is checked last. Run it again to
+go on after an interruption; ``--again`` runs those that have survived once more.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -144,29 +146,24 @@ def stages(tests: dict[str, float]) -> Iterable[list[str]]:
 
 def first_failure(folder: Path, tests: list[str]) -> str | None:
     """The test that fails first; None: none does."""
-    chosen, last, log = (folder.with_name(f"{folder.name}.{end}") for end in ("tests", "last", "log"))
-    chosen.write_text(json.dumps(tests))
+    last = folder.with_name(f"{folder.name}.last")
     last.write_text("collection")
+    status, _ = run_tests(folder, tests, "-x", **{LAST: str(last)})
+    return last.read_text() if status else None
+
+
+def run_tests(folder: Path, tests: list[str], *options: str, **variables: str) -> tuple[int, str]:
+    """In a copy of the checkout, in this order: pytest's status and what it has printed."""
+    chosen, log = (folder.with_name(f"{folder.name}.{end}") for end in ("tests", "log"))
+    chosen.write_text(json.dumps(tests))
     files = sorted({test.partition("::")[0] for test in tests})
-    variables = {CHOSEN: str(chosen), LAST: str(last)}
+    variables[CHOSEN] = str(chosen)
     if any("interpreted" in file for file in files):
         variables["TRITON_INTERPRET"] = "1"
+    words = f"-m pytest -q -p tests.mutants.plugin -p no:cacheprovider --timeout {HUNG_SECONDS}".split()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-p",
-                "tests.mutants.plugin",
-                "-p",
-                "no:cacheprovider",
-                "--timeout",
-                str(HUNG_SECONDS),
-                *files,
-            ],
+            [sys.executable, *words, *options, *files],
             cwd=folder,
             env=environment(folder, **variables),
             stdout=output,
@@ -183,7 +180,21 @@ def first_failure(folder: Path, tests: list[str]) -> str | None:
             process.wait()
     if status == 5:
         raise RuntimeError(f"none of {tests} ran: {log}")
-    return last.read_text() if status else None
+    return status, log.read_text()
+
+
+def check_finders(folder: Path, found: set[str | None]) -> None:
+    """Takes back what tests have found that fail without a fault, as one does that needs another before it."""
+    finders = sorted(filter(None, found))
+    _, log = run_tests(folder, finders) if finders else (0, "")
+    for test in finders:
+        has_failed = re.search(rf"^(FAILED|ERROR) {re.escape(test)}( |$)", log, re.MULTILINE)
+        if has_failed and first_failure(folder, [test]):  # alone too: not only after others
+            print(f"        without a fault {test} fails as well", flush=True)
+            with (BUILD / "results.jsonl").open("a") as file:
+                for one in results().values():
+                    if one["found_by"] == test:
+                        file.write(json.dumps(one | {"found_by": None}) + "\n")
 
 
 def key(mutant: Mutant) -> str:
@@ -281,6 +292,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(work, waiting))
+    check_finders(copies.get(), {one["found_by"] for mutant in waiting if (one := results().get(key(mutant)))})
     tried = [mutant for mutant in mutants() if not missing(mutant)]
     survivors = [mutant.fault for mutant in tried if not results().get(key(mutant), {}).get("found_by")]
     print(f"{len(tried) - len(survivors)} of {len(tried)} mutants are found, {len(mutants()) - len(tried)} not tried")
