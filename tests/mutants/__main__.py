@@ -4,9 +4,10 @@
     python -m tests.mutants --reach PATH...      measures again which symbols the tests of PATH reach
     python -m tests.mutants --table              what has come out, as in tests/mutants/README.md
 
-Which tests reach a symbol is measured first, by one run of the fast layer. Everything is done in copies of the checkout
-below build/mutants. What a test has found counts if it passes without a fault, which is checked last. Run it again to
-go on after an interruption; ``--again`` runs those that have survived once more.
+First each is tried with the test that README.md names for it. For the others, one run of the fast layer measures which
+tests reach which symbol. Everything is done in copies of the checkout below build/mutants. What a test has found counts
+if it passes without a fault, which is checked last. Run it again to go on after an interruption; ``--again`` runs those
+that have survived once more, ``--anew`` all.
 """
 
 import argparse
@@ -21,14 +22,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from hashlib import sha1
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
+
+import pytest
 
 from tests.mutants.plugin import CHOSEN, LAST
 from tests.mutants.plugin import name as test_name
@@ -100,6 +103,22 @@ def measure_reach(jobs: int, paths: list[str]) -> dict[str, dict[str, float]]:
     }
 
 
+@contextmanager
+def planted(mutant: Mutant, folder: Path) -> Iterator[None]:
+    """A copy with a mutant in it."""
+    path = folder / mutant.path
+    source = path.read_text()
+    path.write_text(mutant.plant(source))
+    try:
+        if mutant.is_native:
+            build(folder)
+        yield
+    finally:
+        path.write_text(source)
+        if mutant.is_native:
+            shutil.copy2(ROOT / NATIVE, folder / NATIVE)
+
+
 def run(
     mutant: Mutant, folder: Path, tests: dict[str, float], seconds: float = math.inf, reached: Mapping[str, int] = {}
 ) -> dict | None:
@@ -108,21 +127,14 @@ def run(
     seconds: of tests, at most. reached: by test, how many symbols it reaches. None: none has failed in that time, of
     those that there are.
     """
-    path, start = folder / mutant.path, time.monotonic()
-    source = path.read_text()
-    path.write_text(mutant.plant(source))
-    try:
-        if mutant.is_native:
-            build(folder)
-        some = first(tests, seconds, reached)
+    start, some = time.monotonic(), first(tests, seconds, reached)
+    with planted(mutant, folder):
         found = next(filter(None, (first_failure(folder, stage) for stage in stages(some))), None)
-        while found and not first_failure(folder, [found]):  # it failed after others, not by the fault
+        while (
+            found and len(some) > 1 and not first_failure(folder, [found])
+        ):  # it failed after others, not by the fault
             some = {test: cost for test, cost in some.items() if test != test_name(found)}
             found = next(filter(None, (first_failure(folder, stage) for stage in stages(some))), None)
-    finally:
-        path.write_text(source)
-        if mutant.is_native:
-            shutil.copy2(ROOT / NATIVE, folder / NATIVE)
     if not found and len(some) < len(tests):
         return None
     return {"found_by": found, "seconds": round(time.monotonic() - start), "tests": len(tests)}
@@ -182,7 +194,7 @@ def run_tests(folder: Path, tests: list[str], *options: str, **variables: str) -
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if status == 5:
+    if status in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
         raise RuntimeError(f"none of {tests} ran: {log}")
     return status, log.read_text()
 
@@ -211,6 +223,16 @@ def results() -> dict[str, dict]:
     return {one["key"]: one for one in map(json.loads, lines)}
 
 
+def earlier_finders() -> dict[str, str]:
+    """By fault, the test that README.md names."""
+    rows = (line.split(" | ") for line in (Path(__file__).parent / "README.md").read_text().splitlines())
+    return {
+        row[0].removeprefix("| "): row[2].strip("`| ").replace(r"\|", "|")
+        for row in rows
+        if len(row) == 3 and "::" in row[2]
+    }
+
+
 def missing(mutant: Mutant) -> str:
     """What this processor lacks that the fault needs."""
     return "needs AVX-512" if mutant.needs and not HAS_AVX512 else ""
@@ -225,15 +247,68 @@ def table() -> str:
             lines += ["", f"**{group}**", "", "| fault | in | found by |", "|---|---|---|"]
         one = done.get(key(mutant))
         found = (one and one["found_by"] and f"`{one['found_by']}`") or ("**nothing**" if one else missing(mutant))
-        found = (found or "not run").replace("|", " ")
+        found = (found or "not run").replace("|", r"\|")
         lines.append(f"| {mutant.fault} | `{mutant.symbol.removeprefix('vllm_kvmerge.')}` | {found} |")
     return "\n".join(lines)
+
+
+def on_copies(
+    jobs: int, some: list[Mutant], work: Callable[[Mutant, Path], dict | None], is_last: bool = False
+) -> list[Mutant]:
+    """Works on mutants, several at a time, each in a copy of the checkout of its own: those that are found.
+
+    is_last: what is not found survives.
+    """
+    copies: SimpleQueue[Path] = SimpleQueue()
+    for number in range(jobs if some else 0):
+        copies.put(copy(f"copy-{number}"))
+    lock, found = threading.Lock(), []
+
+    def one(mutant: Mutant) -> None:
+        folder = copies.get()
+        try:
+            result = work(mutant, folder)
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:  # it stays to be run
+            print(f"        {mutant.fault}: {error}", flush=True)
+            return
+        finally:
+            copies.put(folder)
+        if result is None or not (result["found_by"] or is_last):
+            print(f"        {mutant.fault}: not found yet", flush=True)
+            return
+        with lock, (BUILD / "results.jsonl").open("a") as file:
+            found.append(mutant)
+            file.write(json.dumps({"key": key(mutant), "fault": mutant.fault} | result) + "\n")
+            print(f"{result['seconds']:5} s  {mutant.fault}: {result['found_by'] or 'NOTHING FINDS IT'}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, some))
+    return found
+
+
+def known_reach() -> dict[str, dict[str, float]]:
+    """By symbol, the tests that reach it and what each takes, as measured earlier."""
+    path = BUILD / "reach.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def measure(paths: list[str], jobs: int) -> dict[str, dict[str, float]]:
+    """Measures again what the tests of some paths reach; none: all of the fast layer."""
+    print(f"measuring which symbols are reached by the tests of {', '.join(paths) or 'the fast layer'}", flush=True)
+    reach: dict[str, dict[str, float]] = {one.symbol: {} for one in mutants() if not one.tests}
+    for symbol, tests in known_reach().items() if paths else ():
+        reach[symbol] = {test: seconds for test, seconds in tests.items() if not test.startswith(tuple(paths))}
+    for symbol, tests in measure_reach(jobs + 1, paths).items():
+        reach[symbol] = reach.get(symbol, {}) | tests
+    (BUILD / "reach.json").write_text(json.dumps(reach, indent=1))
+    return reach
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--anew", action="store_true")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="of tests for each; what is not found stays to be run"
@@ -245,24 +320,10 @@ def main() -> None:
         print(table())
         return
     BUILD.mkdir(parents=True, exist_ok=True)
-    path = BUILD / "reach.json"
-    reach = json.loads(path.read_text()) if path.exists() else {}
-    unmeasured = {one.symbol for one in mutants() if not one.tests} - reach.keys()
-    if unmeasured or args.reach:
-        paths = [] if unmeasured else args.reach
-        print(f"measuring which symbols are reached by the tests of {', '.join(paths) or 'the fast layer'}", flush=True)
-        reach = dict.fromkeys(sorted(unmeasured), {}) | {
-            symbol: {test: seconds for test, seconds in tests.items() if paths and not test.startswith(tuple(paths))}
-            for symbol, tests in reach.items()
-        }
-        for symbol, tests in measure_reach(args.jobs + 1, paths).items():
-            reach[symbol] = reach.get(symbol, {}) | tests
-        path.write_text(json.dumps(reach, indent=1))
     if args.reach:
+        measure(args.reach, args.jobs)
         return
-    known = {test: seconds for tests in reach.values() for test, seconds in tests.items()}
-    reached = Counter(test for tests in reach.values() for test in tests)
-    done = results()
+    done = {} if args.anew else results()
     waiting = [
         mutant
         for mutant in mutants()
@@ -270,33 +331,23 @@ def main() -> None:
         if not missing(mutant)
         if key(mutant) not in done or (args.again and not done[key(mutant)]["found_by"])
     ]
-    copies: SimpleQueue[Path] = SimpleQueue()
-    for number in range(args.jobs):
-        copies.put(copy(f"copy-{number}"))
-    lock = threading.Lock()
+    finders = earlier_finders()
+    named = [mutant for mutant in waiting if mutant.fault in finders]
+    found = on_copies(args.jobs, named, lambda mutant, folder: run(mutant, folder, {finders[mutant.fault]: 1.0}))
+    others = [mutant for mutant in waiting if mutant not in found]
+    reach = known_reach()
+    if {one.symbol for one in others if not one.tests} - reach.keys():
+        reach = measure([], args.jobs)
+    seconds = {test: seconds for tests in reach.values() for test, seconds in tests.items()}
+    reached = Counter(test for tests in reach.values() for test in tests)
 
-    def work(mutant: Mutant) -> None:
-        folder = copies.get()
-        try:
-            tests = {test: known.get(test, 1.0) for test in mutant.tests} or reach[mutant.symbol]
-            nothing = {"found_by": None, "seconds": 0, "tests": 0}
-            found = run(mutant, folder, tests, args.seconds, reached) if tests else nothing
-            if found is None:
-                print(f"        {mutant.fault}: not found in {args.seconds:.0f} s of tests", flush=True)
-                return
-            one = {"key": key(mutant), "fault": mutant.fault} | found
-        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:  # it stays to be run
-            print(f"        {mutant.fault}: {error}", flush=True)
-            return
-        finally:
-            copies.put(folder)
-        with lock, (BUILD / "results.jsonl").open("a") as file:
-            file.write(json.dumps(one) + "\n")
-            print(f"{one['seconds']:5} s  {mutant.fault}: {one['found_by'] or 'NOTHING FINDS IT'}", flush=True)
+    def search(mutant: Mutant, folder: Path) -> dict | None:
+        tests = {test: seconds.get(test, 1.0) for test in mutant.tests} or reach[mutant.symbol]
+        nothing = {"found_by": None, "seconds": 0, "tests": 0}
+        return run(mutant, folder, tests, args.seconds, reached) if tests else nothing
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(work, waiting))
-    check_finders(copies.get(), {one["found_by"] for mutant in waiting if (one := results().get(key(mutant)))})
+    on_copies(args.jobs, others, search, is_last=True)
+    check_finders(copy("copy-0"), {one["found_by"] for mutant in waiting if (one := results().get(key(mutant)))})
     tried = [mutant for mutant in mutants() if not missing(mutant)]
     survivors = [mutant.fault for mutant in tried if not results().get(key(mutant), {}).get("found_by")]
     print(f"{len(tried) - len(survivors)} of {len(tried)} mutants are found, {len(mutants()) - len(tried)} not tried")

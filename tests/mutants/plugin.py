@@ -63,11 +63,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         Path(folder, "seconds.json").write_text(json.dumps(passed))
 
 
+def place(nodeid: str, order: dict[str, int]) -> int | None:
+    """Of a test in an order that names it, it without its parameters, or its file."""
+    names = nodeid, name(nodeid), nodeid.partition("::")[0]
+    return next((order[one] for one in names if one in order), None)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not os.environ.get(CHOSEN):
         return
     order = {test: place for place, test in enumerate(json.loads(Path(os.environ[CHOSEN]).read_text()))}
-    places = {item: order.get(name(item.nodeid), order.get(item.nodeid.partition("::")[0])) for item in items}
+    places = {item: place(item.nodeid, order) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if places[item] is None])
     items[:] = sorted((item for item in items if places[item] is not None), key=lambda item: places[item] or 0)

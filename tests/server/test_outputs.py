@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from vllm.exceptions import GenerationError
 
-from vllm_kvmerge.server.outputs import UsageFeed, follow_outputs
+from tests.request.test_proof import proof
+from vllm_kvmerge.request.proof import PROOFS_KEY, EntriesKept
+from vllm_kvmerge.server.outputs import Answer, UsageFeed, follow_outputs
 
 EVENT = b'data: {"text": "a"}\n\n'
 
@@ -72,3 +74,17 @@ def test_a_request_that_the_engine_ended_fails_with_its_reason(extra, has_defaul
     told = pytest.raises(GenerationError, match="kv_compression: merger zip: it broke")
     with told if is_told else nullcontext():
         asyncio.run(consume())
+
+
+def test_a_stream_whose_events_all_have_usage_has_the_proof_once():
+    """vLLM's ``continuous_usage_stats``: in the event after the text, when the sequence has ended."""
+    answer, said = Answer(), proof(EntriesKept(mean=60, least=50, most=64)).model_dump()
+    params = {PROOFS_KEY: [said]}
+    answer.begin().take(SimpleNamespace(finished=True, kv_transfer_params=params))  # type: ignore[arg-type]
+    with_text = b'data: {"choices": [{"text": "a"}], "usage": {"total_tokens": 3}}'
+    last = b'data: {"choices": [], "usage": {"total_tokens": 3}}'
+    body = b"\n\n".join([with_text, last, b"data: [DONE]", b""])
+    (sent,) = answer.messages({"type": "http.response.body", "body": body})
+    first, second, *others = sent["body"].split(b"\n\n")
+    assert first == with_text and others == [b"data: [DONE]", b""]
+    assert json.loads(second.removeprefix(b"data: "))["usage"] == {"total_tokens": 3, "kv_compression": said}
