@@ -237,8 +237,7 @@ sanitize: setup
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 tests/ops \
 		-k "not plain-torch and not vllm" \
-		--ignore tests/ops/test_cuda.py --ignore tests/ops/test_cuda_head_pages.py --ignore tests/ops/test_emulation.py \
-		--ignore tests/ops/test_triton.py \
+		--ignore tests/ops/test_cuda.py --ignore tests/ops/test_emulation.py --ignore tests/ops/test_triton.py \
 		--native-library build/sanitize/vllm_kvmerge/ops/_native.so $(ARGS)
 
 # Not the order in which the emulation runs threads counts, but what a GPU's barriers say of it. ThreadSanitizer must be
@@ -246,7 +245,7 @@ sanitize: setup
 races: setup
 	$(BIN)/python csrc/cuda/build.py --races
 	LD_PRELOAD=$$("$${CXX:-c++}" -print-file-name=libtsan.so) TSAN_OPTIONS=exitcode=66:halt_on_error=1 OMP_NUM_THREADS=1 \
-		setarch -R $(BIN)/python -m pytest tests/ops/test_cuda.py tests/ops/test_cuda_head_pages.py \
+		setarch -R $(BIN)/python -m pytest tests/ops/test_cuda.py \
 		-k "emulated or any_segments" --emulated-library build/_cuda_races.so $(ARGS)
 
 sanitize-cuda: setup

@@ -17,19 +17,8 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
+LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 """Configuration of a model without weights."""
-
 
 WINDOW, CHUNK = 48, 64
 

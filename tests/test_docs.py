@@ -88,16 +88,10 @@ def test_presets_own_defaults_are_listed():
     }
     differing = {}
     for preset in PRESETS.values():
-        fields = {
-            name: info.default
-            for kind, parts in PARTS.items()
-            for name, info in parts[getattr(preset, kind)].model_fields.items()
-        }
-        own = {
-            name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in preset.defaults.items()
-        }
-        if changed := {name: value for name, value in own.items() if preset.defaults[name] != fields[name]}:
-            differing[preset.name] = changed
+        parts = [PARTS[kind][getattr(preset, kind)] for kind in PARTS]
+        fields = {name: info.default for part in parts for name, info in part.model_fields.items()}
+        if changed := {name: value for name, value in preset.defaults.items() if value != fields[name]}:
+            differing[preset.name] = {name: str(value).removesuffix(".0") for name, value in changed.items()}
     assert listed == differing
 
 

@@ -66,8 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     # Memory of their own for all tensors: in PyTorch's large blocks a tool sees no tensor's end.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    files = ["tests/ops/test_cuda.py", "tests/ops/test_cuda_head_pages.py"]
-    tests = [*files, "-k", "cuda-gpu or on-gpu", "--thin", str(given.thin)]
+    tests = ["tests/ops/test_cuda.py", "-k", "cuda-gpu or on-gpu", "--thin", str(given.thin)]
     wrong = []
     for tool in given.tools:
         print(f"{tool}:", flush=True)

@@ -107,22 +107,6 @@ def load(monkeypatch):
 SHAPES = [(1, 1, 1), (3, 50, 1), (2, 256, 1), (2, 150, 40), (1, 300, 300), (2, 129, 129), (1, 260, 132)]
 
 
-@pytest.mark.benchmarks
-@pytest.mark.parametrize("size", [16, 128])
-@pytest.mark.parametrize(("rows", "entries", "num_queries"), SHAPES)
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_over_pages_is_right(load, size, rows, entries, num_queries, groups):
-    bench = load("gpu_bench").Bench(torch.device("cpu"), torch.float32, 2, 32, 0, 1 << 30, 1e-3, 1)
-    query = torch.randn(rows * num_queries, 2 * groups, 32)
-    caches = load("gpu_bench").Caches(bench, rows, entries, 2)
-    problem = load("gpu_peers").Problem(caches, query, num_queries, 32**-0.5)
-    attend = load("gpu_peers").flex(problem, size)
-    assert problem.error(attend(0), biased=True) < 1e-5
-    assert problem.error(attend(1), biased=True) > 1e-2, "calls must take turns with copies"
-    assert entries == 1 or problem.error(attend(0), biased=False) > 1e-2, "votes must count"
-
-
 def row_of(load, part="decode", implementation="triton", seconds=1.0, front=512, mode="sum", **changes):
     shape = {"rows": 64, "entries": 4096, "groups": 4, "queries": 1, "front": front, "mode": mode}
     row = load("gpu_bench").Row(
@@ -167,34 +151,6 @@ def test_aims_are_judged_by_the_worst_case(load, words, changes):
         return the(judged(load, rows), words)
 
     assert found() is True and found(**changes) is False
-
-
-def test_compactions_and_merges_are_judged_beside_attention(load):
-    def found(compaction, merge):
-        def other(part, operator, seconds, **shape):
-            return load("gpu_bench").Row(part, operator, "triton", operator, "bfloat16", seconds, shape=shape)
-
-        rows = [
-            other("compaction", "prefill", 1.0),
-            other("compaction", "merge_entries", compaction),
-            other("compaction", "compaction", 0.01),
-            row_of(load, "merges", shape={"rows": 256, "entries": 1152}),
-            other("merges", "merge_entries", merge, units=256, entries=1152),
-        ]
-        return [the(judged(load, rows), words) for words in ("compaction", "256 requests")]
-
-    assert found(0.029, 0.019) == [True, True] and found(0.031, 0.021) == [False, False]
-
-
-def test_results_are_in_the_file_after_each_row(load, tmp_path):
-    bench = load("gpu_bench")
-    results = bench.Results(tmp_path / "new" / "a.json", {"x": 1}, {"copy": 100.0}, [row_of(load)], math.inf)
-    results.add(row_of(load, implementation="cuda", seconds=2.0, bytes=100))
-    assert json.loads(results.path.read_text())["x"] == 1
-    assert [row.share for row in bench.rows_of(results.path)] == [0.0, 0.5]
-    results.add(row_of(load, seconds=3.0))
-    assert [row.seconds for row in bench.rows_of(results.path)] == [2.0, 3.0], "measured again"
-    assert [path.name for path in results.path.parent.iterdir()] == ["a.json"] and not results.is_late
 
 
 def test_the_search_takes_the_fastest_that_is_right(load):

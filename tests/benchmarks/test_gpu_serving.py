@@ -86,16 +86,6 @@ def test_a_part_that_fails_stops_no_other(benchmark, monkeypatch, tmp_path, caps
     assert "keepkv: 9 minutes are over" in told.out and "1.05 x full cache: not measured" in told.out
 
 
-def test_what_a_side_printed_is_kept_and_told_when_it_has_ended(benchmark, tmp_path):
-    from sides import Side
-
-    script, log = tmp_path / "side.py", tmp_path / "side.log"
-    script.write_text("import sys\nprint('no memory', file=sys.stderr)\nprint('\"ready\"')\n")
-    with Side("ours", str(script), {}, log=log) as side, pytest.raises(RuntimeError, match="ours ended: no memory"):
-        side.run([[1] * 100_000], 2)  # more than a pipe holds
-    assert log.read_text() == "no memory\n"
-
-
 def test_a_side_ends_with_a_benchmark_that_is_killed(tmp_path):
     """Also one that is stopped, and processes that it has started."""
     script = tmp_path / "side.py"

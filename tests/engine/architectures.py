@@ -13,13 +13,21 @@ import torch
 from vllm import SamplingParams
 
 from tests import random_model
-from tests.engine.conftest import Engine, engine_with, in_a_process, live_entries, preempting, random_prompt, run
+from tests.engine.conftest import (
+    Engine,
+    engine_with,
+    greedy,
+    in_a_process,
+    live_entries,
+    preempting,
+    random_prompt,
+    run,
+)
 from tests.engine.test_plain import STOCK
 from tests.models.architectures import write_model
 from tests.presets import SMALL
 from tests.random_model import CHUNK, WINDOW
 from tests.vllm_library import needs_avx512_bf16
-from vllm_kvmerge import compression
 from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 from vllm_kvmerge.policies import PRESETS
@@ -208,11 +216,6 @@ def stock(folder: Path, **others: Any) -> list[list[int]]:
     """Tokens from stock vLLM."""
     job = [arguments(folder, **others), prompts_of_many_lengths(), MAX_TOKENS]
     return in_a_process(["-c", STOCK], job, is_stock=True)[0]
-
-
-def greedy(policy: str | None = None, max_tokens: int = MAX_TOKENS, **fields: Any) -> SamplingParams:
-    extra = compression(policy, **SMALL.get(policy, {}) | fields) if policy else None
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
 def num_taken(engine: Engine) -> int:

@@ -16,9 +16,12 @@ import pytest
 from tests import preloaded
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.spread import AtOnce
-from vllm_kvmerge import demo
+from tests.presets import SMALL
+from vllm_kvmerge import compression, demo
 
 if TYPE_CHECKING:  # vLLM must not be imported before it is known which of its libraries is asked for
+    from vllm import SamplingParams
+
     from vllm_kvmerge.engine.fronts import FrontCache
 
 NUM_BLOCKS = 230
@@ -203,3 +206,11 @@ def preempting(engine: Engine, when: int) -> Callable[[], None]:
 
 def random_prompt(rng: np.random.Generator, length: int) -> list[int]:
     return [2, *rng.integers(19, 780, length - 1).tolist()]
+
+
+def greedy(policy: str | None = None, max_tokens: int = 24, **fields: Any) -> "SamplingParams":
+    """fields: of ``kv_compression``."""
+    from vllm import SamplingParams
+
+    extra = compression(policy, **SMALL.get(policy, {}) | fields) if policy else None
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)

@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def run() -> None:
-    arguments, jobs, chats, pressed = json.load(sys.stdin)
+    arguments, jobs, chats = json.load(sys.stdin)
     llm = LLM(**kvmerge_engine_args(**arguments, worker_cls=f"{__name__}.CUDAOnCPUWorker"))
     core = llm.llm_engine.engine_core.engine_core
     preempt, preempted = core.scheduler._preempt_request, []
@@ -191,10 +191,6 @@ def run() -> None:
     turns = [[ask(*turn) for turn in chat] for chat in chats]
     windows = [compression_of("local", budget=40, interval=8, positions=one) for one in ("text", "cache") if chats]
     sampled = [generate([(list(range(20, 80)), extra, 12)], temperature=1.0, seed=7)[0].outputs[0] for extra in windows]
-    outputs = [output for some in pressed for output in generate(some)]
-    under_pressure = [
-        [list(output.outputs[0].token_ids), output.kv_transfer_params["kvmerge"]["compressions"]] for output in outputs
-    ]
     generate([([5, 6, 7], None, 1)])  # a worker hears of finished requests when the next step begins
     worker = core.model_executor.driver_worker.worker
     pool = core.scheduler.kv_cache_manager.block_pool
@@ -205,7 +201,6 @@ def run() -> None:
         "cached": sum(output.num_cached_tokens for output in of_jobs),
         "turns": turns,
         "sampled": [list(one.token_ids) for one in sampled],
-        "under_pressure": under_pressure,
         "is_v2": worker.use_v2_model_runner,
         "is_async": core.batch_queue is not None,
         "graphs": dict(full_graphs.done),

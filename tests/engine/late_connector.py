@@ -15,7 +15,7 @@ STEPS = 4
 
 @dataclass
 class Load:
-    """request_id, and token_ids of its prompt: where it is stored. block_ids: those that are to be loaded."""
+    """token_ids: of the prompt, which say where it is stored. block_ids: those that are to be loaded."""
 
     request_id: str
     token_ids: list[int]
@@ -27,7 +27,17 @@ class LateMetadata(ExampleConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
 
 
-class LateConnector(ExampleConnector):
+class Invalid(ExampleConnector):
+    """Reports blocks that were not loaded."""
+
+    _invalid: set[int] = set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+
+class LateConnector(Invalid):
     """Loads in a thread, while the request waits. With ``num_missing`` in its configuration, so many blocks, the last
     ones of each request's first load, are left as they are, and reported as invalid."""
 
@@ -39,7 +49,6 @@ class LateConnector(ExampleConnector):
         self._pool = ThreadPoolExecutor(1)
         self._caches: dict[str, Tensor] = {}
         self._loading: dict[str, tuple[int, Future[set[int]]]] = {}
-        self._invalid: set[int] = set()
         self._step = 0
 
     # In the scheduler.
@@ -86,18 +95,12 @@ class LateConnector(ExampleConnector):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         over = {name for name, (step, load) in self._loading.items() if load.done() and self._step >= step + STEPS}
         for name in over:
-            self._invalid |= self._loading.pop(name)[1].result()
+            self._invalid = self._invalid | self._loading.pop(name)[1].result()
         return None, over or None
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid = self._invalid, set()
-        return invalid
 
-
-class VainConnector(ExampleConnector):
+class VainConnector(Invalid):
     """Loads within the step, but in vain: all blocks are filled with what must not be read."""
-
-    _invalid: set[int] = set()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
@@ -105,7 +108,3 @@ class VainConnector(ExampleConnector):
         self._invalid = {slot // self._block_size for one in loads for slot in one.slot_mapping.tolist()}
         for layer in forward_context.no_compile_layers.values() if self._invalid else ():
             layer.kv_cache[list(self._invalid)] = 7.0
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid = self._invalid, set()
-        return invalid

@@ -1,16 +1,18 @@
 """Every policy answers what it has answered before, so that a change of structure shows that it changes nothing.
 
-``python -m tests.engine.test_answers`` writes ``tests/data/answers.json`` anew, for changes that are to change answers.
+Where ``tests/data/answers.json`` is missing it is written anew, for changes that are to change answers.
 """
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from tests.presets import SMALL
+from vllm_kvmerge import compression
+from vllm_kvmerge.demo import recall
 from vllm_kvmerge.policies import PRESETS
 
 pytestmark = pytest.mark.slow
@@ -21,51 +23,16 @@ MARGIN = 0.2
 """Difference of log-probability between the two best tokens below which another processor may choose the other: an
 answer is kept up to there."""
 
-MAX_TOKENS = 48
+SETTINGS = {
+    f"{policy} {budget}{' context' * bool(extra)}": {"policy": policy, "budget": budget} | SMALL.get(policy, {}) | extra
+    for policy in sorted(PRESETS)
+    for budget, extra in ((0.5, {}), (96, {}), (96, {"context_tokens": 250}))
+}
+"""Every policy at two budgets, with a context that ends before the prompt at the smaller one."""
 
 
-def settings() -> dict[str, dict]:
-    """Every policy at two budgets, with a context that ends before the prompt at the smaller one."""
-    return {
-        f"{policy} {budget}{' context' * bool(extra)}": {
-            "policy": policy,
-            "budget": budget,
-            **SMALL.get(policy, {}),
-            **extra,
-        }
-        for policy in sorted(PRESETS)
-        for budget, extra in ((0.5, {}), (96, {}), (96, {"context_tokens": 250}))
-    }
-
-
-def prompts() -> list[str]:
-    from vllm_kvmerge.demo import recall
-
-    rng = np.random.default_rng(18)
-    return [recall.draw_prompt(rng, length, facts).text for length, facts in ((300, 6), (450, 4), (700, 10))]
-
-
-def answers(llm) -> dict[str, list[list[int]]]:
-    """Tokens by setting and prompt, all in one batch, each up to the first that was chosen by a small margin."""
-    from vllm import SamplingParams
-
-    from vllm_kvmerge import compression
-
-    asked = [(name, prompt, fields) for name, fields in settings().items() for prompt in prompts()]
-    params = [
-        SamplingParams(
-            temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2, extra_args=compression(**fields)
-        )
-        for _, _, fields in asked
-    ]
-    outputs = llm.generate([prompt for _, prompt, _ in asked], params, use_tqdm=False)
-    found: dict[str, list[list[int]]] = {}
-    for (name, _, _), output in zip(asked, outputs, strict=True):
-        found.setdefault(name, []).append(_clear(output.outputs[0]))
-    return found
-
-
-def _clear(output) -> list[int]:
+def clear(output) -> list[int]:
+    """Tokens up to the first that was chosen by a small margin."""
     tokens: list[int] = []
     for token, choices in zip(output.token_ids, output.logprobs, strict=True):
         best, second, *_ = sorted((choice.logprob for choice in choices.values()), reverse=True)
@@ -75,33 +42,28 @@ def _clear(output) -> list[int]:
     return tokens
 
 
-EXPECTED = json.loads(ANSWERS.read_text())
-
-
-@pytest.fixture(scope="module")
-def found(engine) -> dict[str, list[list[int]]]:
-    return answers(engine.llm)
-
-
-@pytest.mark.parametrize("name", settings())
-def test_tokens(found, name):
-    compared = 0
-    for tokens, expected in zip(found[name], EXPECTED[name], strict=True):
-        # An answer ends where two tokens are nearly as likely, which another processor may find earlier or later.
-        length = min(len(tokens), len(expected))
-        assert tokens[:length] == expected[:length]
-        compared += length
-    assert compared > sum(map(len, EXPECTED[name])) // 2
-
-
-if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    from tests.engine.conftest import engine_arguments
-    from vllm_kvmerge import demo, kvmerge_engine_args
-
-    own = {"kvmerge": {"kvzap": demo.kvzap_path()}}
-    llm = LLM(**kvmerge_engine_args(**engine_arguments(), kv_cache_memory_bytes=1 << 28, additional_config=own))
-    lines = (f"{json.dumps(name)}: {json.dumps(tokens)}" for name, tokens in answers(llm).items())
-    ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+def test_tokens(engine):
+    """All in one batch. An answer ends where two tokens are nearly as likely, which another processor may find earlier
+    or later."""
+    rng = np.random.default_rng(18)
+    prompts = [recall.draw_prompt(rng, length, facts).text for length, facts in ((300, 6), (450, 4), (700, 10))]
+    params = [
+        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2, extra_args=compression(**fields))
+        for fields in SETTINGS.values()
+        for _ in prompts
+    ]
+    outputs = [clear(one.outputs[0]) for one in engine.llm.generate(prompts * len(SETTINGS), params, use_tqdm=False)]
+    found = {name: outputs[3 * index : 3 * index + 3] for index, name in enumerate(SETTINGS)}
+    if not ANSWERS.exists():
+        lines = (f"{json.dumps(name)}: {json.dumps(tokens)}" for name, tokens in found.items())
+        ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        pytest.fail("answers have been written anew")
+    answers, others = json.loads(ANSWERS.read_text()), {}
+    assert answers.keys() == found.keys()
+    for name, expected in answers.items():
+        lengths = [min(len(one), len(other)) for one, other in zip(expected, found[name], strict=True)]
+        pairs = zip(lengths, expected, found[name], strict=True)
+        alike = all(one[:length] == other[:length] for length, one, other in pairs)
+        if not alike or sum(lengths) <= sum(map(len, expected)) // 2:
+            others[name] = found[name]
+    assert others == {}

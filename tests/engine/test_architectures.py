@@ -1,6 +1,5 @@
 """What holds of every kind of models: rows are ``ARCHITECTURES``, columns the tests. The fast layer has a diagonal."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from vllm import SamplingParams
 from tests.engine.architectures import (
     ARCHITECTURES,
     BLOCK_SIZE,
+    BYTES_PER_BLOCK,
     MAX_TOKENS,
     Architecture,
     architectures,
@@ -32,13 +32,14 @@ from tests.engine.spread import spread_over
 from tests.engine.test_hybrid_sharing import check_fronts
 from tests.engine.test_pressure import params as asleep
 from tests.engine.test_pressure import watched
-from tests.engine.test_speculative import DRAFTING, THREADS
+from tests.engine.test_repetition import PROMPTS, dense_scores, scores
 from tests.engine.test_tensor_parallel import NUM_TOKENS, generate, splits_among_heads
-from vllm_kvmerge.engine.usage import REPORT_KEY
+from tests.random_model import WINDOW
+from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 
 pytestmark = pytest.mark.engine
 
-__all__ = ["watched"]  # a fixture
+__all__ = ["scores", "watched"]  # fixtures
 
 STATES = "Mamba", "linear attention"
 CACHELESS = "Mamba", "latents"
@@ -96,8 +97,7 @@ def test_plain_requests_equal_stock_vllm(engine, architecture, stock_tokens):
 @architectures("larger heads", "latents")
 def test_entries_stay_within_budget_and_interval(engine):
     """Of the layers of full attention."""
-    bounded = set(policies_of(jobs(engine))) - {"", "kvzip"}
-    check_budgets(engine, sorted(bounded), 120)
+    check_budgets(engine, sorted({*policies_of(jobs(engine))} - {"", "kvzip"}), 120)
 
 
 @architectures("chunks")
@@ -124,10 +124,9 @@ def test_two_workers_equal_one(engine, architecture, name, folder, tmp_path):
         if name != "fewer heads" or policy in ("", "keydiff", "knorm", "local", "random", "streaming_llm", "tova")
     ]
     first, second = generate(tmp_path, arguments(folder, **architecture.arguments), told)
-    params = [
-        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra) for _, extra in told
-    ]
     assert engine.llm.reset_prefix_cache()
+    some = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    params = [SamplingParams(**some, extra_args=extra) for _, extra in told]
     alone = engine.tokens([prompt for prompt, _ in told], params)
     # The halves of a product add up to another rounding, which of a hundred answers decides one.
     for found, expected in ((first, alone), (second, alone[::4])):  # the second hits the prefix cache
@@ -190,29 +189,17 @@ def test_blocks_that_compressed_requests_wrote_are_zeroed_for_all_layers(engine,
     engine.assert_empty()
 
 
-@architectures(only=HEADS)
-@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
-def test_under_pressure_requests_are_compressed_and_none_is_preempted(engine, watched, policy):
-    preempted, compressed = watched
+@architectures("windows", only=("windows", *HEADS))
+@pytest.mark.parametrize("policy", [None, "snapkv", "h2o", "keepkv"])
+def test_under_pressure_requests_are_compressed_and_none_is_preempted(engine, name, watched, policy):
+    """But for plain ones. There is room for about two thirds of what six requests of 400 tokens take."""
     prompts = [random_prompt(np.random.default_rng(seed), 100) for seed in range(6)]
-    with engine.with_blocks(64):
+    with engine.with_blocks(80 if name == "windows" else 64):
         tokens = engine.tokens(prompts, asleep(policy, 300))
     engine.assert_empty()
     assert [len(one) for one in tokens] == [300] * 6
-    assert preempted == [] and compressed
-
-
-@architectures(only=STATES)
-def test_vllm_verifies_drafts_wrongly_beside_states(folder, architecture, monkeypatch):
-    """Which is why the server refuses drafts here: stock vLLM's tokens differ from those without drafts. With a prefix
-    cache it fails over them, for want of Triton."""
-    for name, value in THREADS.items():
-        monkeypatch.setenv(name, value)
-    uncached = architecture.arguments | {"enable_prefix_caching": False}
-    assert stock(folder, **uncached, **DRAFTING) != stock(folder, **uncached)
-    if "enable_prefix_caching" not in architecture.arguments:
-        with pytest.raises(AssertionError, match="object is not subscriptable"):
-            stock(folder, **architecture.arguments, **DRAFTING)
+    preempted, compressed = map(bool, watched)
+    assert (preempted, compressed) == (policy is None, policy is not None)
 
 
 # What is particular to some.
@@ -227,38 +214,6 @@ def test_blocks_of_both_kinds_are_as_large(engine, name):
     assert window.state_content_bytes == 2 * window.head_size * 4 + 8
     assert full.page_size_padded is None and window.page_size_padded is None
     assert engine.pool.num_gpu_blocks == 400
-
-
-@architectures("chunks", only=("chunks", *HEADS, *STATES))
-def test_what_is_refused(engine, name):
-    has_no_rope = "'cache' .* does not declare a RoPE of its sliding-window layers; allowed: 'text'"
-    other_rope = "the model has a RoPE of another kind (proportional)"
-    has_states = "does not work with a model that has Mamba or linear-attention layers"
-    refused = {
-        "chunks": [("streaming_llm", {"positions": "cache"}, f"positions: {has_no_rope}")],
-        **dict.fromkeys(
-            HEADS,
-            [
-                ("h2o", {"positions": "cache"}, f"positions: .*{re.escape(other_rope)}"),
-                *((policy, {}, f".*{re.escape(other_rope)}") for policy in ("expected_attention", "compactor")),
-            ],
-        ),
-        **dict.fromkeys(
-            STATES,
-            [
-                ("streaming_llm", {"positions": "cache"}, f"positions: 'cache' {has_states}"),
-                ("morphkv", {"trigger": "pressure"}, f"trigger: 'pressure' {has_states}"),
-                ("snapkv", {"reuse": "turns"}, f"reuse: 'turns' {has_states}"),
-                ("kvzip", {}, f"tracker: 'reconstruction' {has_states}"),
-            ],
-        ),
-    }[name]
-    for policy, fields, said in refused:
-        prompt = random_prompt(np.random.default_rng(2), 200)
-        (output,) = engine.generate([prompt], greedy(policy, budget=64, **fields))
-        assert output.outputs[0].finish_reason == "error"
-        assert re.search(f"kv_compression.{said}", output.kv_transfer_params[REPORT_KEY]["error"])
-    engine.assert_empty()
 
 
 @architectures(only=("shared caches",))
@@ -363,3 +318,39 @@ def test_what_a_request_finds_again(engine, name, policy, fields, found):
     assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, found[name])
     assert list(warm.outputs[0].token_ids) == list(cold.outputs[0].token_ids)
     engine.assert_empty()
+
+
+@architectures(only=("windows",))
+@pytest.mark.parametrize(("length", "chunk_size"), [(500, 150), (267, 2000), (511, 300)])
+def test_scores_of_a_repeated_context_are_those_of_a_dense_computation(engine, folder, scores, length, chunk_size):
+    """A repetition begins with its parent's window. Beside a request that generates, 510 tokens of the last context
+    would be computed after two steps, so that the window at its last block would be gone after the third."""
+    prompt = random_prompt(np.random.default_rng(61), length + 20)
+    fields = {"chunk_size": chunk_size, "num_prefix_tokens": 4, **PROMPTS}
+    assert engine.llm.reset_prefix_cache()
+    engine.add("other", random_prompt(np.random.default_rng(62), 20), greedy(max_tokens=60))
+    engine.llm.llm_engine.step()
+    engine.add("one", prompt, greedy("kvzip", budget=0.5, context_tokens=length, **fields))
+    run(engine)
+    (found,) = scores
+    expected = dense_scores(prompt[:length], chunk_size, 4, PROMPTS, path=folder)
+    assert (found - expected).abs().max() < 1e-4 * expected.max()
+    engine.assert_empty()
+
+
+@architectures("windows", only=("windows",))
+def test_a_report_counts_the_blocks_of_all_layers(engine):
+    assert engine.llm.reset_prefix_cache()
+    params = greedy("keepkv", 40, budget=64)
+    params.extra_args[USAGE_KEY] = True
+    engine.add("one", random_prompt(np.random.default_rng(10), 500), params)
+    taken, reports = [], []
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for output in engine.llm.llm_engine.step():
+            reports.append(output.kv_transfer_params)
+        taken.append(num_taken(engine))
+    report = reports[-1][REPORT_KEY]
+    assert report["mean_bytes"] == pytest.approx(np.mean(taken[1:-1]) * BYTES_PER_BLOCK, rel=0.05)
+    # Chunks of 256 tokens: at most the prompt's blocks in one group, and a window and two chunks in the two others.
+    assert 16 * BYTES_PER_BLOCK <= report["peak_bytes"] <= (16 + 2 * 16) * BYTES_PER_BLOCK
+    assert max(taken[2:]) <= (64 + 40) // BLOCK_SIZE + 1 + 2 * (WINDOW // BLOCK_SIZE + 2)

@@ -54,14 +54,6 @@ def num_free(manager) -> int:
     return manager.block_pool.get_num_free_blocks()
 
 
-def test_the_spec_counts_the_metadata():
-    for dtype, itemsize in ((torch.float32, 4), (torch.bfloat16, 2)):
-        dense = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=dtype)
-        wide = MergeableAttentionSpec.of(dense)
-        assert wide.page_size_bytes == BLOCK_SIZE * 2 * (2 * 64 * itemsize + 16)
-        assert MergeableAttentionSpec.merge([wide, wide]) == wide
-
-
 def test_private_blocks_are_reused_and_the_hole_is_freed(manager):
     blocks = give(manager, "a", 7)
     relocation = manager.relocate("a", num_tokens=6 * BLOCK_SIZE + 5, new_front=FrontSize.even(40, BLOCK_SIZE))
@@ -119,12 +111,3 @@ def test_without_room_for_a_copy_of_shared_blocks_nothing_changes(manager):
     assert manager.req_to_blocks["b"] == blocks and manager.segments == {}
     assert [b.ref_cnt for b in blocks] == [2] * NUM_BLOCKS
     assert [b.block_hash is not None for b in blocks] == [True] * 5 + [False] * (NUM_BLOCKS - 5)
-
-
-def test_a_front_as_long_as_the_sequence_is_a_copy(manager):
-    """A tracking policy whose prompt fits the budget: nothing is freed, and no hashed block is written to."""
-    blocks = give(manager, "a", 3, hashed=2)
-    relocation = relocate(manager, "a", 70, 70)
-    assert (relocation.num_freed, relocation.hole) == (0, [])
-    assert set(relocation.blocks) & {b.block_id for b in blocks} == {blocks[2].block_id}
-    assert num_free(manager) == NUM_BLOCKS - 3

@@ -9,18 +9,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import rotate_half
 from vllm import SamplingParams
 
-from tests.engine.conftest import preempting, random_prompt, run
-from tests.presets import SMALL
+from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression, demo
-from vllm_kvmerge.policies import PARTS, PRESETS
 
 PROMPT, BUDGET, ANSWER, SINKS = 300, 96, 150, 4
-POLICIES = [name for name, preset in sorted(PRESETS.items()) if not PARTS["selector"][preset.selector].needs_rotation]
-
-
-def params(policy: str, max_tokens: int = ANSWER, **fields) -> SamplingParams:
-    extra = compression(policy, **{"budget": BUDGET, "positions": "cache"} | SMALL.get(policy, {}) | fields)
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
 class StreamingLLM:
@@ -85,39 +77,14 @@ class StreamingLLM:
         return answer
 
 
-@pytest.fixture(scope="module")
-def prompt() -> list[int]:
-    return random_prompt(np.random.default_rng(31), PROMPT)
-
-
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("chunk", [None, 60])
 @pytest.mark.parametrize("interval", [1, 16])
-def test_streaming_llm_with_positions_shifted(engine, prompt, interval, chunk):
-    fields = {"interval": interval, "num_sink_tokens": SINKS, "prefill": chunk and {"chunk": chunk}}
+def test_streaming_llm_with_positions_shifted(engine, interval, chunk):
+    prompt = random_prompt(np.random.default_rng(31), PROMPT)
+    fields = {"budget": BUDGET, "interval": interval, "num_sink_tokens": SINKS, "prefill": chunk and {"chunk": chunk}}
     expected = StreamingLLM(BUDGET).generate(prompt, ANSWER, interval, chunk)
-    assert engine.tokens([prompt], params("streaming_llm", **fields)) == [expected]
-    assert engine.tokens([prompt], params("streaming_llm", **fields, positions="text")) != [expected]
-
-
-def short(policy: str) -> SamplingParams:
-    """A prompt in chunks, where it may be, and several compressions of the answer, where there are any."""
-    return params(policy, 30, interval=7, prefill=None if policy == "kvzip" else {"chunk": 90})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", [None, 2, 5, 20])
-def test_neither_company_nor_preemption_changes_anything(engine, prompt, when):
-    """Plain requests in the same batches are as they were, too."""
-    rng = np.random.default_rng(32)
-    jobs = {policy: (prompt, short(policy)) for policy in POLICIES}
-    for length in (40, 350):
-        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        jobs[f"plain {length}"] = random_prompt(rng, length), sampling
-    assert engine.llm.reset_prefix_cache()
-    expected = {name: engine.tokens([some], sampling)[0] for name, (some, sampling) in jobs.items()}
-    assert engine.llm.reset_prefix_cache()
-    for name, job in jobs.items():
-        engine.add(name, *job)
-    assert run(engine, preempting(engine, when)) == expected
-    engine.assert_empty()
+    for positions in ("cache", "text"):
+        extra = compression("streaming_llm", **fields, positions=positions)
+        params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, extra_args=extra)
+        assert (engine.tokens([prompt], params) == [expected]) == (positions == "cache")

@@ -10,7 +10,6 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import BYTES_PER_BLOCK, Engine, engine_arguments, engine_with, in_a_process, random_prompt
 from tests.engine.test_plain import STOCK
-from tests.presets import SMALL
 from vllm_kvmerge import compression
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -20,12 +19,14 @@ POLICIES = "snapkv", "h2o", "keepkv", "kvzip", "adakv", "streaming_llm"
 NOT_OFFLOADED = "vllm:kvmerge_not_offloaded_requests_total"
 
 
+SIZE = {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK, "max_num_batched_tokens": 8192}
+"""The connector stores a prompt in its first step, so chunks are long enough for all."""
+
+
 def arguments(folder: Path) -> dict:
-    """The connector stores a prompt in its first step, so chunks are long enough for all."""
     transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     transfer["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
-    size = {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK, "max_num_batched_tokens": 8192}
-    return engine_arguments() | size | {"kv_transfer_config": transfer}
+    return engine_arguments() | SIZE | {"kv_transfer_config": transfer}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(policy: str | None = None) -> SamplingParams:
-    extra = compression(policy, budget=64, interval=8, **SMALL.get(policy, {})) if policy else None
+    extra = compression(policy, budget=64, interval=8) if policy else None
     return SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, extra_args=extra)
 
 
@@ -60,6 +61,7 @@ def test_plain_requests_load_what_plain_requests_have_stored(engine, stored, tmp
     assert len(list(tmp_path.iterdir())) == len(prompts())
     assert engine.tokens(prompts(), greedy()) == expected
     assert len(list(stored.iterdir())) == len(prompts())
+    assert all(cache.is_interleaved for cache in engine.compression.compactor.layers)
     for cache in engine.compression.pool:  # nothing is left of what was computed
         cache.content.fill_(0)
     assert engine.llm.reset_prefix_cache()
@@ -92,7 +94,3 @@ def test_compressed_requests_are_neither_loaded_nor_stored(engine, stored, polic
     after = engine.generate([prompt], greedy(policy))
     assert tokens([same, again, *after]) == compressed * 3
     engine.assert_empty()
-
-
-def test_pages_are_in_one_piece(engine):
-    assert all(cache.is_interleaved for cache in engine.compression.compactor.layers)

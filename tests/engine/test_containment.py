@@ -1,5 +1,6 @@
 """One bad request never hurts another: failing parts, extreme parameters and limits, in a running engine."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,15 +11,18 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine, random_prompt
+from tests.engine.conftest import Engine, random_prompt, run
 from tests.engine.spread import AtOnce
 from tests.policies import failing
+from tests.presets import SMALL
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.metrics import FAILED
 from vllm_kvmerge.engine.plan import Kind, attached_step
+from vllm_kvmerge.engine.spreading import STEP_SECONDS, Pace
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
 from vllm_kvmerge.evaluation.backends import Answer, EngineBackend, Request, RequestError
 from vllm_kvmerge.evaluation.config import EngineOptions
+from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import CompressionConfig
 
 LENGTH, NUM_TOKENS = 300, 12
@@ -40,9 +44,9 @@ def short_of_time(engine: Engine) -> Iterator[None]:
     engine.scheduler._refused.clear()
 
 
-def params(policy: str | None = None, **fields: Any) -> SamplingParams:
+def params(policy: str | None = None, max_tokens: int = NUM_TOKENS, **fields: Any) -> SamplingParams:
     extra = compression(policy, **{"budget": 64} | fields) if policy else None
-    return SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=extra)
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
 def prompts(seed: int, count: int, length: int = LENGTH) -> list[list[int]]:
@@ -108,49 +112,38 @@ def test_what_cannot_be_resolved_ends_its_request_alone(engine: Engine, where: s
 
 @pytest.mark.parametrize("fault", ["sleep", "hold"])
 def test_a_part_that_exceeds_its_bounds_twice_is_refused(engine: Engine, short_of_time: None, fault: str) -> None:
-    """By name, before anything is computed; requests without it go on, and those whose last compression is done."""
-    *texts, text = prompts(7, 3)
-    bad = params(failing.PRESET, merge_fault=fault, decode="grow")
-    some = [params(failing.PRESET, decode="grow"), params("h2o")]
-    expected = engine.tokens(texts, some)
-    assert "merger failing" in error_of(engine.generate([text], bad)[0])
-    assert engine.tokens(texts, some) == expected
-    assert "merger failing" in error_of(engine.generate([text], bad)[0])
-    refused, alone = engine.generate(texts, some)
-    assert "merger:failing is refused" in error_of(refused) and "; allowed: " in error_of(refused)
-    assert list(alone.outputs[0].token_ids) == expected[1]
-    engine.assert_empty()
-
-
-def test_requests_that_need_a_refused_part_again_end(engine: Engine, short_of_time: None) -> None:
-    """One that has been compressed for the last time goes on; one that would be compressed again does not."""
+    """By name, before anything is computed. Of requests that run, one that has been compressed for the last time goes
+    on; one that would be compressed again does not."""
     *texts, text = prompts(9, 3)
     for decode, prompt in zip(("grow", "bounded"), texts, strict=True):
-        engine.add(decode, prompt, params(failing.PRESET, decode=decode, interval=4))
+        engine.add(decode, prompt, params(failing.PRESET, 40, decode=decode, interval=4))
     core = engine.llm.llm_engine
     for _ in range(3):
         core.step()
     for name in ("first", "second"):
-        engine.add(name, text, params(failing.PRESET, merge_fault="hold"))
+        engine.add(name, text, params(failing.PRESET, merge_fault=fault))
     reasons = {}
     while core.has_unfinished_requests():
         reasons |= {output.request_id: output.outputs[0].finish_reason for output in core.step()}
     assert reasons == {"grow": "length", "bounded": "error", "first": "error", "second": "error"}
+    refused, other = engine.generate(texts, [params(failing.PRESET, decode="grow"), params("h2o")])
+    assert "merger:failing is refused" in error_of(refused) and "; allowed: " in error_of(refused)
+    assert other.outputs[0].finish_reason == "length"
     engine.assert_empty()
 
 
-def noted(engine: Engine, monkeypatch: pytest.MonkeyPatch, number) -> list[int]:
-    """From now on, what ``number`` says of each step's output."""
-    numbers: list[int] = []
+def noted(engine: Engine, monkeypatch: pytest.MonkeyPatch, what) -> list:
+    """From now on, what ``what`` says of each step's output."""
+    said: list = []
     schedule = engine.scheduler.schedule
 
     def schedule_and_note(*args):
         output = schedule(*args)
-        numbers.append(number(output))
+        said.append(what(output))
         return output
 
     monkeypatch.setattr(engine.scheduler, "schedule", schedule_and_note)
-    return numbers
+    return said
 
 
 def test_what_workers_keep_of_all_requests_is_bounded(engine: Engine, monkeypatch) -> None:
@@ -165,14 +158,6 @@ def test_what_workers_keep_of_all_requests_is_bounded(engine: Engine, monkeypatc
     monkeypatch.setattr(scheduler, "_limits", replace(limits, max_bytes=limits.ring_bytes(48, 248) // 2))
     assert engine.tokens(texts, some) == expected
     assert max(kept) == 2 and not scheduler._kept_bytes
-    engine.assert_empty()
-
-
-def test_limits_hold_in_the_engine_too(engine: Engine, monkeypatch) -> None:
-    """Offline there is no front end to refuse what is too expensive."""
-    monkeypatch.setattr(engine.scheduler, "_limits", replace(engine.scheduler._limits, max_bytes=1000))
-    refused, plain = engine.generate(prompts(4, 2), [params("h2o"), params()])
-    assert "--max-compaction-bytes" in error_of(refused) and plain.outputs[0].finish_reason == "length"
     engine.assert_empty()
 
 
@@ -215,4 +200,58 @@ def test_what_a_compressed_request_left_is_never_read(engine: Engine) -> None:
         assert engine.tokens(texts, params()) == expected
         engine.llm.reset_prefix_cache()
     assert not engine.manager._unclean
+    engine.assert_empty()
+
+
+@pytest.mark.slow
+def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of every policy, each compressed after every token: together they would take many times what a step has
+    room for. A plain request beside them gets a token in each step, and no step is planned longer than allowed."""
+    names = sorted(set(PRESETS) - {"kvzip", failing.PRESET})  # whose context is repeated first
+
+    class Paced(AtOnce):
+        """The slowest policy takes almost all of a step."""
+
+        def seconds(self, kind: Kind, num_entries: int) -> float:
+            number = names.index(json.loads(kind[0])["policy"])
+            return 0.9 * STEP_SECONDS * (number + 1) / len(names)
+
+    def step(output: Any) -> tuple[float, int, bool]:
+        plans = attached_step(output).plans
+        seconds = sum(pace.seconds((plan.compression, 0), plan.front) for plan in plans)
+        return seconds, len(plans), any(name.startswith("plain") for name in output.num_scheduled_tokens)
+
+    pace, steps = Paced(1), noted(engine, monkeypatch, step)
+    monkeypatch.setattr(engine.scheduler, "_pace", pace)
+    engine.add("plain", *prompts(10, 1, 150), params(max_tokens=200))
+    for text, name in zip(prompts(11, len(names), 65), names, strict=True):
+        engine.add(name, text, params(name, 8, **SMALL.get(name, {}), interval=1, decode="bounded"))
+    tokens = run(engine)
+    assert {name: len(one) for name, one in tokens.items()} == {"plain": 200, **dict.fromkeys(names, 8)}
+    assert all(has_plain for *_, has_plain in steps[:200]), "the plain request had to wait for a step"
+    assert sum(one for one, *_ in steps) > 5 * STEP_SECONDS and max(count for _, count, _ in steps) > 1
+    assert max(one for one, *_ in steps) <= STEP_SECONDS
+    engine.assert_empty()
+
+
+HARMFUL: dict[str, dict[str, Any]] = {
+    "grkv, 500 queries": {"policy": "grkv", "regression_window": 500, "budget": 0.25},
+    "rkv": {"policy": "rkv", "budget": 0.25},
+    "rkv, after every token": {"policy": "rkv", "budget": 3_700, "interval": 1, "decode": "bounded"},
+    "cam, 4,096 receivers": {"policy": "cam", "num_receivers": 4096, "budget": 0.6, "merge_prompt": True},
+    "zsmerge, behind 100 tokens": {"policy": "zsmerge", "context_tokens": 100, "budget": 40},
+}
+"""The worst that is known. What they do to others' throughput: ``benchmarks/step_latency.py --harmful``."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HARMFUL)
+def test_sixteen_of_the_worst_are_answered_and_others_are_as_ever(engine: Engine, monkeypatch, case: str) -> None:
+    """With the pace that workers have, so that compressions are spread as in a server."""
+    plain, long = prompts(12, 2, 40), prompts(13, 16, 3_900)
+    some = params(max_tokens=100)
+    expected = engine.tokens(plain, some)
+    monkeypatch.setattr(engine.scheduler, "_pace", Pace(engine.scheduler._limits.num_heads))
+    tokens = engine.tokens(plain + long, [some] * 2 + [params(max_tokens=6, **HARMFUL[case])] * 16)
+    assert tokens[:2] == expected and all(len(one) == 6 for one in tokens[2:])
     engine.assert_empty()

@@ -22,17 +22,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-SOME: list[tuple[str, dict]] = [
-    ("h2o", {"decode": "bounded"}),
-    ("snapkv", {}),
-    ("keepkv", {"prefill": {"chunk": 30}}),
-    ("adakv", {}),
-    ("morphkv", {}),
-]
-OTHERS: list[tuple[str, dict]] = [
-    ("streaming_llm", {"decode": "bounded", "positions": "cache"}),
-    ("kvzip", {"chunk_size": 60}),
-]
+SOME: dict[str, dict] = {
+    "h2o": {"decode": "bounded"}, "snapkv": {}, "keepkv": {"prefill": {"chunk": 30}}, "adakv": {}, "morphkv": {},
+}  # fmt: skip
+OTHERS: dict[str, dict] = {"streaming_llm": {"decode": "bounded", "positions": "cache"}, "kvzip": {"chunk_size": 60}}
 """Which not all of these models take."""
 
 
@@ -47,7 +40,7 @@ class Case:
     """
 
     write: Callable[[Path], Path]
-    policies: list[tuple[str, dict]] = field(default_factory=lambda: SOME)
+    policies: dict[str, dict] = field(default_factory=lambda: SOME)
     num_blocks: int = 32
     block_bytes: int = BYTES_PER_BLOCK
     options: dict = field(default_factory=dict)
@@ -58,7 +51,7 @@ class Case:
 
     def jobs(self) -> list:
         """(prompt, extra arguments, tokens to generate), more than run at once."""
-        rng, told = np.random.default_rng(31), [(None, {}), *self.policies, (None, {})]
+        rng, told = np.random.default_rng(31), [(None, {}), *self.policies.items(), (None, {})]
         shared, found = random_prompt(rng, 120), []
         for index, (policy, fields) in enumerate(told):
             length = int(rng.integers(90, 150))
@@ -71,7 +64,7 @@ class Case:
 
 
 CASES = {
-    "gemma3": Case(write_gemma, SOME + OTHERS, preempts=False),
+    "gemma3": Case(write_gemma, SOME | OTHERS, preempts=False),
     "gpt-oss": Case(partial(write_model, name="gpt-oss"), num_blocks=26, has_flash=False),
     "gemma3n": Case(write_gemma3n, num_blocks=26),
     "llama4": Case(write_llama4, num_blocks=20, options={"max_model_len": 192}),
@@ -137,7 +130,7 @@ def test_tokens_of_the_cpu_runner(served, is_v2):
         "kv_cache_memory_bytes": case.num_blocks * case.block_bytes,
         **case.options,
     }
-    result = on_cpu(arguments(folder, **options), case.jobs(), [], [], is_v2, flash=3 if is_v2 else 0)
+    result = on_cpu(arguments(folder, **options), case.jobs(), [], is_v2, flash=3 if is_v2 else 0)
     if case.tolerance is None:
         assert result["tokens"] == [list(one.token_ids) for one in expected]
         assert result["logprobs"] == pytest.approx([one.cumulative_logprob for one in expected], abs=TOLERANCE)

@@ -5,7 +5,7 @@ Engines of a process share vLLM's groups of workers, which end with the first of
 
 import pytest
 
-from tests.engine.architectures import architectures, greedy, hit, jobs, prompts_of_many_lengths, running, stock
+from tests.engine.architectures import architectures, greedy, hit, jobs, running
 from tests.engine.conftest import preempting, run
 from tests.engine.test_architectures import architecture, folder, name
 from tests.engine.test_speculative import DRAFTING, numbers, repeating, repetitive, with_drafts
@@ -17,6 +17,7 @@ __all__ = ["architecture", "folder", "name"]  # fixtures
 
 @architectures("latents", only=("windows", "latents"))
 def test_drafts_change_no_request(folder):
+    """Of prompts longer than ``max_num_batched_tokens`` too, which stock vLLM would never begin beside latents."""
     with running(folder) as engine:
         told = repeating(jobs(engine)[::2])
         prompts, params = [prompt for prompt, _ in told], [params for _, params in told]
@@ -40,17 +41,3 @@ def test_drafts_change_no_request(folder):
         assert drafting.llm.reset_prefix_cache()
         assert drafting.tokens([longer], greedy(max_tokens=40)) == [list(warm.outputs[0].token_ids)]
         drafting.assert_empty()
-
-
-@architectures(only=("latents",))
-def test_plain_requests_equal_stock_vllm_with_the_same_drafts(folder):
-    """Prompts longer than ``max_num_batched_tokens`` too, which stock vLLM would never begin: it gets a larger one."""
-    prompts = prompts_of_many_lengths()
-    with with_drafts(), running(folder, logits_processors=[], **DRAFTING) as drafting:
-        assert max(map(len, prompts)) > drafting.llm.llm_engine.vllm_config.scheduler_config.max_num_scheduled_tokens
-        outputs = drafting.generate(prompts, greedy())
-        drafting.assert_empty()
-    drafted, accepted = numbers(outputs)
-    assert 0 < accepted < drafted
-    found = [list(one.outputs[0].token_ids) for one in outputs]
-    assert found == stock(folder, **DRAFTING, max_num_batched_tokens=2048)

@@ -20,7 +20,7 @@ LENGTHS = 20, 64, 75
 """Of contexts: in the first block, with none that is not full, and with one."""
 
 
-def adapter(name: str, number: int, path: str | None = None) -> LoRARequest:
+def adapter(name: str, number: int = 1, path: str | None = None) -> LoRARequest:
     return LoRARequest(name, number, path or f"/adapters/{name}")
 
 
@@ -118,10 +118,9 @@ def test_workers_memory_is_for_the_fronts_that_were_used_last(pool):
 
 
 def keep_turn(pool: BlockPool, fronts: FrontCache, request: Request, num_tokens: int, policy: str = POLICY):
-    key = fronts.key(request, num_tokens, policy, TURN)
-    assert key is not None
+    key, turn = fronts.key(request, num_tokens, policy, TURN), fronts.turn(request, num_tokens, policy)
     rows = tuple(range(-(-num_tokens // BLOCK_SIZE)))
-    blocks, turn = tuple(pool.get_new_blocks(len(rows))), fronts.turn(request, num_tokens, policy)
+    blocks = tuple(pool.get_new_blocks(len(rows)))
     front = SharedFront(key, Segments(8, tail=8, changed_at=8), num_tokens, rows, blocks, turn=turn)
     fronts.add(front)
     return front
@@ -155,11 +154,3 @@ def test_the_longest_turn_is_found(pool, fronts):
     assert fronts.find_turn(request, POLICY) is fronts.find_turn(other, POLICY) is None
     assert len(fronts) == fronts.num_blocks == 0 and fronts._turns == {}
     assert pool.get_num_free_blocks() == 19
-
-
-@pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_turns_of_adapters_are_their_own(pool, fronts, num_tokens):
-    for request in (make_request(), *(make_request(lora_request=adapter(name, ord(name))) for name in "ab")):
-        assert fronts.find_turn(request, POLICY) is None
-        kept = keep_turn(pool, fronts, request, num_tokens)
-        assert fronts.find_turn(request, POLICY) is kept

@@ -1,7 +1,5 @@
 """Budgets that differ by layer and head, in an engine: they cost what their average costs, and change no answer."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from vllm import SamplingParams
@@ -26,24 +24,6 @@ def reported(tokens: list[int], fields: dict) -> SamplingParams:
     params = forced(tokens, fields)
     params.extra_args[USAGE_KEY] = True
     return params
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("decode", "num_tokens"), [("bounded", 300), ("grow", 40)])
-def test_probabilities_are_those_with_dead_entries_in_place(engine, monkeypatch, decode, num_tokens):
-    """A cache that grows is compressed once."""
-    rng = np.random.default_rng(4)
-    budgets = [0.5, 130, 200, 0.4, 0.3, 150, 180]
-    prompts = [random_prompt(rng, int(rng.integers(400, 700))) for _ in UNEVEN]
-    params = [
-        forced(random_prompt(rng, num_tokens), fields | {"budget": budget, "decode": decode})
-        for fields, budget in zip(UNEVEN, budgets, strict=True)
-    ]
-    paged = np.array([logprobs(output) for output in engine.generate(prompts, params)])
-    engine.llm.reset_prefix_cache()
-    monkeypatch.setattr(engine.scheduler, "_limits", replace(engine.scheduler._limits, head_pages=False))
-    assert np.abs(paged - [logprobs(output) for output in engine.generate(prompts, params)]).max() < 1e-3
-    engine.assert_empty()
 
 
 def test_bytes_are_those_of_the_average(engine):

@@ -95,11 +95,8 @@ def test_repetitions_are_weighed_by_their_own_hidden_states_if_these_can_be_seen
     maker = CacheMaker(0, HEADS, HEAD_SIZE, 32, torch.float32)
     sequence, query = maker.sequence(front=0, tail=0, seq_len=96), maker.randn(24, HEADS * GROUPS, HEAD_SIZE)
     found = []
-    for normalization in (
-        None,
-        Normalization(unseen, weights.norms),
-        Normalization(SimpleNamespace(norms=norms), ones),
-    ):
+    seen = SimpleNamespace(norms=norms)
+    for normalization in (None, Normalization(unseen, weights.norms), Normalization(seen, ones)):
         scores = PromptScores.empty(1, HEADS, 80)
         row = BatchRow(window=RepetitionWindow(8, 80, 4, 70, 4, scores, normalization))
         reader = QueryReader(slice(5, 24), sequence.blocks, 96, row)

@@ -1,29 +1,34 @@
-"""Compressed contexts and turns that are shared where some layers have windows, which go with them."""
+"""Where some layers have windows: fronts, with which these go, and ``positions: cache``, which turns keys in them."""
 
 import asyncio
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from tests.engine import test_kept_contexts, test_turns
-from tests.engine.architectures import BLOCK_SIZE
-from tests.engine.conftest import random_prompt
-from tests.engine.test_hybrid import engine, folder
+from tests.engine.architectures import BLOCK_SIZE, greedy, running
+from tests.engine.conftest import Engine, random_prompt
 from tests.engine.test_kept_contexts import client, saved
 from tests.engine.test_shared_contexts import answers, params
 from tests.engine.test_stress_contexts import check_sharing
-from tests.presets import SMALL
-from tests.random_model import WINDOW
+from tests.random_model import WINDOW, write_gemma
 from vllm_kvmerge.engine.saved_contexts import load_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-__all__ = ["client", "engine", "folder", "saved"]
+__all__ = ["client", "saved"]  # fixtures
 
 POLICIES = {
     "snapkv": {}, "h2o": {}, "keydiff": {}, "keepkv": {}, "kvzip": {}, "adakv": {"decode": "bounded"},
     "morphkv": {"decode": "bounded"}, "streaming_llm": {"prefill": {"chunk": 100}}, "zsmerge": {},
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> Iterator[Engine]:
+    with running(write_gemma(tmp_path_factory.mktemp("gemma"))) as engine:
+        yield engine
 
 
 def check_fronts(engine, policy: str, length: int, **fields) -> None:
@@ -51,11 +56,10 @@ def check_fronts(engine, policy: str, length: int, **fields) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "length"),
-    [*((policy, 430) for policy in POLICIES), ("snapkv", 97), ("snapkv", 256), ("h2o", 97), ("h2o", 416)],
+    [*((policy, 430) for policy in POLICIES), ("snapkv", 97), ("snapkv", 256)],
 )
 def test_a_request_goes_on_from_the_front_of_another(engine, policy, length):
-    """Lengths are ends of blocks, and of the tokens of a step, among others."""
-    check_fronts(engine, policy, length, **SMALL.get(policy, {}) | POLICIES[policy])
+    check_fronts(engine, policy, length, **POLICIES[policy])
 
 
 @pytest.mark.parametrize("name", ["streaming_llm", "h2o", "keepkv", "morphkv", "adakv", "snapkv", "kvzip"])
@@ -87,3 +91,52 @@ def test_saved_contexts_are_there_again(engine, client, saved):
     kept = engine.scheduler._contexts._kept.values()
     assert [len(one.front.windows) for one in kept] == [2] * len(test_kept_contexts.POLICIES)
     test_kept_contexts.test_saved_contexts_are_there_again(engine, client, saved)
+
+
+ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    # Angles of next to nothing.
+    "full_attention": {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 1e12,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1,
+    },
+}
+"""Where layers of full attention do not count positions, and windows count differences, it does not matter from where
+positions are counted."""
+
+
+@pytest.fixture(scope="module")
+def turning(tmp_path_factory) -> Iterator[Engine]:
+    with running(write_gemma(tmp_path_factory.mktemp("turning"), rope_parameters=ROPE)) as engine:
+        yield engine
+
+
+def test_it_does_not_matter_from_where_positions_are_counted(turning):
+    """Requests are compressed several times, read windows of the prefix cache the second time, and leave it alone."""
+    bounded = {"decode": "bounded"}
+    asked = {"streaming_llm": bounded, "h2o": bounded, "snapkv": {}, "keepkv": bounded, "adakv": bounded}
+    asked["morphkv"] = {"prefill": {"chunk": 100}}
+    rng = np.random.default_rng(41)
+    prompts = [random_prompt(rng, 230 + 41 * index) for index in range(len(asked))]
+    in_text, in_cache = (
+        [greedy(name, 100, budget=64, interval=16, positions=positions, **fields) for name, fields in asked.items()]
+        for positions in ("text", "cache")
+    )
+    cold = turning.tokens(prompts, greedy())
+    assert turning.llm.reset_prefix_cache()
+    expected = turning.tokens(prompts, in_text)
+    assert turning.llm.reset_prefix_cache()
+    assert [turning.tokens(prompts, in_cache) for _ in range(2)] == [expected] * 2
+    assert [one[:24] for one in expected] != cold
+    assert turning.tokens(prompts, greedy()) == cold
+    turning.assert_empty()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+@pytest.mark.parametrize("length", [97, 416, 430])
+def test_fronts_have_windows_that_have_been_turned(turning, policy, length):
+    check_fronts(turning, policy, length, positions="cache", decode="bounded")

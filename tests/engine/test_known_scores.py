@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import random_prompt, run
-from tests.engine.test_repetition import add, internal, params
+from tests.engine.test_repetition import internal, params
 from vllm_kvmerge.engine.known_scores import KnownScores
 
 CONTEXT = 500
@@ -36,10 +36,10 @@ def questions(engine) -> list[list[int]]:
     return [context + rng.integers(19, 780, 12).tolist() for _ in range(4)]
 
 
-def repeated(engine, asked: dict) -> tuple[dict[str, list[int]], set[str]]:
+def repeated(engine, asked: dict, **more: str) -> tuple[dict[str, list[int]], set[str]]:
     """What requests generate, and the names of the internal ones that ran for them. asked: prompt and parameters."""
     for name, (prompt, sampling) in asked.items():
-        add(engine, name, prompt, sampling)
+        engine.add(name, prompt, sampling, **more)
     seen: set[str] = set()
     tokens = run(engine, lambda: seen.update(one.request_id for one in internal(engine)))
     engine.assert_empty()
@@ -71,19 +71,12 @@ def test_requests_with_the_same_context_share_its_scores(engine, questions):
 
 @pytest.mark.parametrize(
     "others",
-    [{"normalized": True}, {"chunk_size": 250}, {"context_tokens": CONTEXT - 1}, {"salt": "another user's"}, {}],
+    [{"normalized": True}, {"chunk_size": 250}, {"context_tokens": CONTEXT - 1}, {"cache_salt": "another user's"}, {}],
     ids=["tracker", "chunks", "context", "salt", "reset"],
 )
 def test_what_scores_depend_on_is_not_shared(engine, questions, others):
     repeated(engine, {"first": (questions[0], params(2, **FIELDS))})
-    others = dict(others)
-    prompt = {"prompt_token_ids": questions[1]}
-    if salt := others.pop("salt", None):
-        prompt["cache_salt"] = salt
-    elif not others:
+    if not others:
         assert engine.llm.reset_prefix_cache()
-    engine.llm.llm_engine.add_request("second", prompt, params(2, **(FIELDS | others)))
-    seen: set[str] = set()
-    run(engine, lambda: seen.update(one.request_id for one in internal(engine)))
-    assert seen
-    engine.assert_empty()
+    fields, salt = ({}, others) if "cache_salt" in others else (others, {})
+    assert repeated(engine, {"second": (questions[1], params(2, **FIELDS | fields))}, **salt)[1]

@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.conftest import (
-    BYTES_PER_BLOCK,
-    Engine,
-    engine_arguments,
-    engine_with,
-    in_a_process,
-    random_prompt,
-    run,
-)
-from tests.engine.test_connectors import BLOCK_SIZE, MAX_TOKENS, greedy, prompts, tokens
+from tests.engine.conftest import Engine, engine_arguments, engine_with, in_a_process, random_prompt, run
+from tests.engine.test_connectors import BLOCK_SIZE, MAX_TOKENS, SIZE, greedy, prompts, tokens
 from tests.engine.test_plain import STOCK
 from vllm_kvmerge.engine.usage import REPORT_KEY
 
@@ -38,9 +30,8 @@ def connector(folder: Path, kind: dict[str, Any], policy: str = "fail", **extra:
 def running(transfer: dict[str, Any]) -> Iterator[Engine]:
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-    size = {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK, "max_num_batched_tokens": 8192}
     try:
-        with engine_with(**engine_arguments() | size, kv_transfer_config=transfer) as engine:
+        with engine_with(**engine_arguments() | SIZE, kv_transfer_config=transfer) as engine:
             yield engine
     finally:
         ensure_kv_transfer_shutdown()
@@ -49,7 +40,7 @@ def running(transfer: dict[str, Any]) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """Without a connector."""
-    job = [engine_arguments() | {"kv_cache_memory_bytes": 600 * BYTES_PER_BLOCK}, prompts(), MAX_TOKENS]
+    job = [engine_arguments() | SIZE, prompts(), MAX_TOKENS]
     return in_a_process(["-c", STOCK], job, is_stock=True)[0]
 
 

@@ -11,12 +11,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.stateful import run_state_machine_as_test
-from vllm import SamplingParams
-from vllm.v1.request import Request
 
 from tests.engine.machine.driver import Driver
 from tests.engine.machine.machine import TEXTS, Machine
-from tests.engine.machine.setting import BLOCK_SIZE, MAX_MODEL_LEN, WINDOW, Setting, block_hasher
+from tests.engine.machine.setting import BLOCK_SIZE, WINDOW, Setting
 
 pytestmark = pytest.mark.engine
 
@@ -224,16 +222,3 @@ def test_windows_stay_where_a_repetition_begins():
     first = (begins_at - WINDOW + 1) // BLOCK_SIZE
     assert not any(block.is_null for block in windows.req_to_blocks[name][first:])
     driver.finish()
-
-
-@pytest.mark.parametrize("has_windows", [False, True])
-def test_contexts_that_are_kept_leave_room_for_the_longest_request(has_windows):
-    longest = MAX_MODEL_LEN // BLOCK_SIZE
-    setting = Setting(num_blocks=1 + longest + longest // 2, has_windows=has_windows, step_tokens=16)
-    scheduler = setting.scheduler()
-    pool = scheduler._manager.block_pool
-    assert pool.get_new_blocks(scheduler._contexts._max_blocks)
-    prompt, params = [3 + i % 500 for i in range(MAX_MODEL_LEN - 1)], SamplingParams(max_tokens=1)
-    scheduler.add_request(Request("a", prompt, params, None, block_hasher=block_hasher))
-    # vLLM admits it if there is room for all of its prompt.
-    assert "a" in scheduler.schedule().num_scheduled_tokens

@@ -5,9 +5,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.demo_model import BLOCK_SIZE
-from tests.engine.conftest import random_prompt, run
-from tests.presets import SMALL
-from vllm_kvmerge import compression
+from tests.engine.conftest import greedy, random_prompt, run
 from vllm_kvmerge.engine.worker import compactor
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.rescoring import newest_scores
@@ -18,9 +16,7 @@ POLICIES = [name for name in sorted(PRESETS) if name != "kvzip"]
 
 
 def params(policy: str, max_tokens: int = ANSWER, **fields) -> SamplingParams:
-    fields = {"budget": BUDGET, "prefill": {"chunk": CHUNK}} | SMALL.get(policy, {}) | fields
-    extra = compression(policy, **fields)
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    return greedy(policy, max_tokens, **{"budget": BUDGET, "prefill": {"chunk": CHUNK}} | fields)
 
 
 @pytest.fixture(scope="module")

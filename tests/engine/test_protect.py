@@ -10,8 +10,6 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge import compression
-from vllm_kvmerge.demo import documents
-from vllm_kvmerge.demo.language import distinct_keys
 from vllm_kvmerge.policies import CompressionPolicy
 from vllm_kvmerge.policies.protection import count_below, within
 
@@ -80,15 +78,3 @@ def test_protected_entries_survive_compressions_refreshes_and_preemption(engine,
     assert len(preempted) == len(seen) == len(REQUESTS)
     assert all(count >= 3 for count in seen.values()), seen
     engine.assert_empty()
-
-
-def test_a_protected_fact_is_found(engine):
-    """Beside a window that has moved on."""
-    rng = np.random.default_rng(43)
-    fact = documents.recall(rng, distinct_keys(rng))
-    statement, question = fact.statements[0], fact.questions[0]
-    prompt = [*random_prompt(rng, 20), *statement, *random_prompt(rng, 400)[1:], *question.ask]
-    for protect, is_found in (({}, False), ({"protect": {"tokens": [[20, 20 + len(statement)]]}}, True)):
-        extra = compression("streaming_llm", budget=64, **protect)
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args=extra)
-        assert (engine.tokens([prompt], params)[0] == question.answer[:4]) == is_found

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from tests.measures import evaluate
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.tasks.base import Completion
-from vllm_kvmerge.evaluation.tasks.demo import DemoMultikey, DemoRecall
+from vllm_kvmerge.evaluation.tasks.demo import DemoRecall
 from vllm_kvmerge.request.parameters import compression
 
 
@@ -51,11 +51,3 @@ def test_a_question_that_comes_after_the_compression(engine):
     assert share_right(*asked, "kvzip", 0.25) >= max(0.9, by_attention + 0.3)
     assert share_right(*asked, "kvzap", 0.25, window_size=32, decode="grow") >= by_attention + 0.3
     engine.assert_empty()
-
-
-@pytest.mark.slow
-def test_merging_keeps_more_than_dropping(engine):
-    """Of several facts, those that were not selected: the same selection, merged into or not."""
-    task = DemoMultikey(length=512)
-    asked = engine, task, task.samples(40, secrets.randbits(32), engine.llm.get_tokenizer()), "snapkv", 0.5, True
-    assert share_right(*asked, merger="zip", tracker="log_ema") > share_right(*asked, tracker="log_ema") + 0.03

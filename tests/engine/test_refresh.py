@@ -7,7 +7,6 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt, run
-from tests.measures import second_answers, second_question
 from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
@@ -94,14 +93,3 @@ def test_a_complete_cache_that_finds_no_room_ends_its_request_alone(engine, monk
     assert str(error) in failed.kv_transfer_params[REPORT_KEY]["error"]
     assert len(fine.outputs[0].token_ids) == 30
     engine.assert_empty()
-
-
-@pytest.mark.slow
-def test_a_second_question_is_answered_after_a_refresh(engine):
-    """The prompt asks for one fact; 150 tokens later another one is asked for, whose place nobody had looked at."""
-    rng = np.random.default_rng(35)
-    drawn = [second_question(rng, 500, 10, 150) for _ in range(12)]
-    assert second_answers(engine.llm, drawn, {"policy": "full"}) >= 0.9
-    fields = {"policy": "snapkv", "budget": 150}
-    assert second_answers(engine.llm, drawn, fields) <= 0.3
-    assert second_answers(engine.llm, drawn, fields | {"refresh": {"every": 75}}) >= 0.6

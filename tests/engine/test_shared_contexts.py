@@ -7,31 +7,17 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import random_prompt, run
+from tests.engine.conftest import greedy, random_prompt, run
 from tests.policies import failing
-from tests.presets import SMALL
-from vllm_kvmerge import compression
 from vllm_kvmerge.engine.metrics import CONTEXT_HIT_TOKENS, CONTEXT_HITS, CONTEXT_MISSES
 from vllm_kvmerge.policies import PRESETS
 
 CONTEXT, QUESTION, ANSWER = 430, 25, 20
-SHARED = ["keydiff", "snapkv", "kvzip", "adakv", "attention_matching"]
-"""Policies, and a merger, whose requests read one front; those of others get a copy each."""
-
-
-@pytest.fixture
-def fronts(engine):
-    assert engine.llm.reset_prefix_cache()
-    with engine.sharing_contexts() as fronts:
-        yield fronts
 
 
 def params(policy: str | None, max_tokens: int = ANSWER, context: int | None = CONTEXT, **fields) -> SamplingParams:
-    extra = None
-    if policy is not None:
-        fields = {"budget": 96, "interval": 8} | SMALL.get(policy, {}) | fields
-        extra = compression(policy, **fields, **({} if context is None else {"context_tokens": context}))
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    where = {} if context is None else {"context_tokens": context}
+    return greedy(policy, max_tokens, **{"budget": 96, "interval": 8} | fields | where)
 
 
 def answers(outputs) -> list[list[int]]:

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
 
 from tests.demo_model import BLOCK_SIZE
-from tests.engine.conftest import Engine, preempting, random_prompt, run
-from vllm_kvmerge import compression
+from tests.engine.conftest import Engine, greedy, preempting, random_prompt, run
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 
 NUM_BLOCKS = 24
@@ -32,11 +30,6 @@ def small_pool(engine: Engine) -> Iterator[None]:
     engine.assert_empty()
 
 
-def params(max_tokens: int, **fields) -> SamplingParams:
-    extra = compression(**fields) if fields else None
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-
-
 CHUNKED = {"budget": 128, "prefill": {"chunk": 256}}
 
 
@@ -50,7 +43,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv", "adakv", "streaming_llm", "grkv"])
 def test_prompts_longer_than_the_pool_are_served(engine, prompts, policy):
     """As where there is room: together, when all are preempted, and with parts shared where blocks are free."""
-    sampling = params(30, policy=policy, **CHUNKED)
+    sampling = greedy(policy, 30, **CHUNKED)
     expected = [engine.tokens([prompt], sampling)[0] for prompt in prompts]
     with small_pool(engine):
         for index, prompt in enumerate(prompts):
@@ -76,7 +69,7 @@ def test_what_would_never_fit_is_refused(engine, fields, length, why):
     rng = np.random.default_rng(94)
     prompt, other = random_prompt(rng, length), random_prompt(rng, 300)
     with small_pool(engine):
-        outputs = engine.generate([prompt, other], [params(5, **fields), params(5)])
+        outputs = engine.generate([prompt, other], [greedy(max_tokens=5, **fields), greedy(max_tokens=5)])
         with pytest.raises(CompressionError, match=why):
             engine.scheduler._limits.check_room(parse_compression(fields) if fields else None, length)
     answers = [output.outputs[0] for output in outputs]
@@ -89,8 +82,8 @@ def test_generation_ends_where_the_pool_does(engine):
     prompt, longer = random_prompt(rng, POOL - 20), random_prompt(rng, 1000)
     with small_pool(engine):
         for fields, most in (({}, 20), ({"policy": "snapkv", "budget": 128, "decode": "bounded"}, 60)):
-            (output,) = engine.generate([prompt], params(60, **fields))
+            (output,) = engine.generate([prompt], greedy(max_tokens=60, **fields))
             assert output.outputs[0].finish_reason == "length" and len(output.outputs[0].token_ids) == most
-        (output,) = engine.generate([longer], params(3000, policy="snapkv", decode="grow", **CHUNKED))
+        (output,) = engine.generate([longer], greedy("snapkv", 3000, decode="grow", **CHUNKED))
         assert output.outputs[0].finish_reason == "length"
         assert POOL - 128 - 3 * BLOCK_SIZE <= len(output.outputs[0].token_ids) <= POOL - 128

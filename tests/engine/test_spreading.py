@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine, random_prompt, run
+from tests.engine.conftest import Engine, greedy, random_prompt, run
 from tests.engine.spread import spread_over
-from vllm_kvmerge import compression
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionPlan, Spent
 from vllm_kvmerge.engine.spreading import GUESS, MAX_KINDS, SHARE, STEP_SECONDS, Pace, SpreadCompression
 
@@ -27,8 +26,7 @@ that are compressed while they are computed, and refreshes."""
 
 
 def params(policy: str | None, max_tokens: int = 24) -> SamplingParams:
-    extra = None if policy is None else compression(policy, **CASES[policy])
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    return greedy(policy, max_tokens, **CASES.get(policy, {}))
 
 
 def alone(engine: Engine, policy: str) -> tuple[list[int], list[int]]:

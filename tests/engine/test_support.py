@@ -27,23 +27,19 @@ from vllm_kvmerge.engine.arguments import (
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_options, check_vllm_version
 
-LLAMA = random_model.LLAMA | {"dtype": "bfloat16"}
-QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
-GEMMA = LLAMA | {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "head_dim": 32,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 64,
-}
-LLAMA_4 = LLAMA | {
-    "architectures": ["Llama4ForCausalLM"],
-    "model_type": "llama4_text",
-    "head_dim": 32,
-    "attention_chunk_size": 64,
-    "no_rope_layers": [1, 0],
-}
 
+def model(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return LLAMA | {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type} | fields
+
+
+LLAMA = random_model.LLAMA | {"dtype": "bfloat16"}
+QWEN = model("Qwen2", "qwen2", sliding_window=64)
+MISTRAL = model("Mistral", "mistral", sliding_window=64)
+GEMMA = model("Gemma3", "gemma3_text", layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+GEMMA_2 = model("Gemma2", "gemma2", sliding_window=None)
+LLAMA_4 = model("Llama4", "llama4_text", attention_chunk_size=64, no_rope_layers=[1, 0])
+DEEPSEEK = model("DeepseekV3", "deepseek_v3", kv_lora_rank=512, q_lora_rank=32, qk_nope_head_dim=32)
+DEEPSEEK |= {"qk_rope_head_dim": 64, "v_head_dim": 32}
 
 ONE_ONLY = "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"
 RAY_OPTIONS = "distributed_executor_backend", "data_parallel_backend"
@@ -72,13 +68,6 @@ def refusal(config: Any) -> str:
     return message
 
 
-GEMMA_2 = LLAMA | {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "head_dim": 32,
-    "sliding_window": None,
-}
-GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32}
 OF_SHAPES = {"num_layers": 2, "has_windows": False, "caps_logits": False, "has_sinks": False, "has_latents": False}
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 
@@ -88,12 +77,12 @@ LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
     [
         (LLAMA, {}),
         (QWEN | {"use_sliding_window": False}, {}),
-        (LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}, {}),
+        (model("Qwen3", "qwen3"), {}),
         (GEMMA | {"num_hidden_layers": 3, "layer_types": LAYERS}, {"num_layers": 1, "has_windows": True}),
         (LLAMA_4, {"num_layers": 1, "has_windows": True}),
-        (GEMMA_2 | {"attn_logit_softcapping": 50.0, "sliding_window": None}, {"caps_logits": True}),
-        (GEMMA_2 | {"attn_logit_softcapping": None, "sliding_window": None}, {}),
-        (GPT_OSS, {"num_layers": 1, "has_windows": True, "has_sinks": True}),
+        (GEMMA_2 | {"attn_logit_softcapping": 50.0}, {"caps_logits": True}),
+        (GEMMA_2 | {"attn_logit_softcapping": None}, {}),
+        (model("GptOss", "gpt_oss"), {"num_layers": 1, "has_windows": True, "has_sinks": True}),
     ],
 )
 def test_decoders_pass(tmp_path: Path, model: dict[str, Any], shape: dict[str, Any]) -> None:
@@ -171,19 +160,6 @@ def test_layers_with_a_state() -> None:
     check_config(config)
 
 
-def test_layers_with_a_state_on_a_gpu(tmp_path: Path) -> None:
-    config = cuda_config(tmp_path, LLAMA)
-    config.model_config.__dict__["_model_info"] = replace(config.model_config._model_info, is_hybrid=True)
-    check_config(config)
-    config.cache_config.cache_dtype = "fp8_e5m2"
-    assert "kv_cache_dtype=fp8_e5m2 is not supported: not tried on CUDA beside Mamba" in refusal(config)
-
-
-def test_windows_on_a_gpu(tmp_path: Path) -> None:
-    for model in (GEMMA, LLAMA | {"num_kv_shared_layers": 1}, LLAMA_4):
-        check_config(cuda_config(tmp_path, model))
-
-
 def test_layers_that_share_a_cache(tmp_path: Path) -> None:
     model = GEMMA | {"num_hidden_layers": 4, "layer_types": GEMMA["layer_types"] * 2, "num_kv_shared_layers": 1}
     config = vllm_config(tmp_path, model, **kvmerge_engine_args())
@@ -231,18 +207,6 @@ def test_configurations_whose_keys_cannot_be_turned_back(fields: dict[str, Any],
     )
     found = support.rotation_obstacle(model)
     assert found is None if obstacle is None else str(found).startswith(obstacle)
-
-
-DEEPSEEK = LLAMA | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "kv_lora_rank": 512,
-    "q_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
-}
-MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
 
 
 @pytest.mark.parametrize(
@@ -470,6 +434,13 @@ def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 check_config(config)
             else:
                 assert f"kv_cache_dtype={dtype}" in (found := refusal(config)) and "8.9" in found
+    for model in (GEMMA, LLAMA | {"num_kv_shared_layers": 1}, LLAMA_4):
+        check_config(cuda_config(tmp_path, model))
+    config = cuda_config(tmp_path, LLAMA)
+    config.model_config.__dict__["_model_info"] = replace(config.model_config._model_info, is_hybrid=True)
+    check_config(config)
+    config.cache_config.cache_dtype = "fp8_e5m2"
+    assert "kv_cache_dtype=fp8_e5m2 is not supported: not tried on CUDA beside Mamba" in refusal(config)
     config = cuda_config(tmp_path, LLAMA)
     config.attention_config.backend = None
     assert refusal(config).startswith("attention_backend=None is not supported: allowed on CUDA: CUSTOM")

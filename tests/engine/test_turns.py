@@ -5,12 +5,9 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt, run
-from tests.engine.test_shared_contexts import fronts
 from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
-
-__all__ = ["fronts"]  # a fixture
 
 FIRST, QUESTION, ANSWER = 300, 24, 20
 POLICIES = {

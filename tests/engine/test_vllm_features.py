@@ -166,15 +166,6 @@ def test_plain_requests_equal_stock_vllm(engine, stock):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "keepkv"])
-def test_a_budget_that_is_never_exceeded_changes_nothing(engine, stock, policy):
-    budget = max(map(len, PROMPTS.values()))
-    found = ask_json(engine.llm, list(OPTIONS), **compressed(policy, budget=budget, interval=MAX_TOKENS))
-    for name, expected in stock["options"].items():
-        assert_same(found[name], expected)
-    engine.assert_empty()
-
-
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv"])
 def test_compressed_requests_with_every_option(engine, stock, policy):
     """In one batch as alone, within the budget, and as the option demands."""

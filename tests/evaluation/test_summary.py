@@ -33,12 +33,9 @@ def test_wilson(successes: int, count: int, low: float, high: float) -> None:
     assert wilson_interval(count - successes, count) == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
-def test_bootstrap_of_a_binomial() -> None:
+def test_bootstrap() -> None:
     # Resampled means are B(16, 1/2) / 32, whose 2.5% and 97.5% quantiles are 4 / 32 and 12 / 32.
     assert bootstrap_interval([0.0, 0.5] * 8) == bootstrap_interval([0.0, 0.5] * 8, np.mean) == (0.125, 0.375)
-
-
-def test_bootstrap_takes_the_statistic() -> None:
     values = np.random.default_rng(6).random(50).tolist()
     low, high = bootstrap_interval(values)
     assert bootstrap_interval(values, lambda scores: math.exp(np.mean(scores))) == pytest.approx(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,18 +35,19 @@ HEADS_OF_128 = {
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that PyTorch can use")
 
 
-def start(command: list[str], **more) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, text=True, capture_output=True, preexec_fn=end_with_tests, **more
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    return done
-
-
 def generated(setting: Setting, jobs: list, is_stock: bool) -> list:
-    command = {"engine": setting.engine, "is_stock": is_stock, "num_tokens": setting.num_tokens, "jobs": jobs}
+    asked = {"engine": setting.engine, "is_stock": is_stock, "num_tokens": setting.num_tokens, "jobs": jobs}
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    done = start(["-m", "tests.gpu.generate"], input=json.dumps(command), env=environment)
+    command = [sys.executable, "-m", "tests.gpu.generate"]
+    some: dict[str, Any] = {
+        "cwd": ROOT,
+        "env": environment,
+        "text": True,
+        "capture_output": True,
+        "preexec_fn": end_with_tests,
+    }
+    done = subprocess.run(command, input=json.dumps(asked), **some)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return json.loads(done.stdout.split("RESULT", 1)[1])
 
 

@@ -5,9 +5,12 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,17 +20,8 @@ from torch.overrides import TorchFunctionMode
 from tests.engine.cuda.gpu import GPU, WAITS, SimulatedGPU
 from tests.entries import write_front
 from tests.ops.on_gpu import OnGPU
-from vllm_kvmerge.ops import (
-    AttentionBatch,
-    PagedKVCache,
-    ScoreUpdate,
-    SequenceLayers,
-    cell_bytes,
-    cpu,
-    reference,
-    write_tokens,
-)
-from vllm_kvmerge.ops.types import NO_UPDATE, QUANTISED, Softmax, stored
+from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, SequenceLayers, cell_bytes, cpu, reference, write_tokens
+from vllm_kvmerge.ops.types import NO_UPDATE, QUANTISED, ScoreMode, ScoreUpdate, Softmax, stored
 from vllm_kvmerge.policies.base import DEAD, Entries
 
 NUM_BLOCKS = 256
@@ -115,6 +109,9 @@ class CacheMaker:
         assert (entries.positions[:, :num_dead] == DEAD).all()
         return Sequence(front, tail, seq_len, blocks, stored_keys, stored_values, log_votes)
 
+    def layers(self, s: Sequence) -> SequenceLayers:
+        return SequenceLayers.of(self.pages, s.blocks, s.front, s.tail, s.seq_len)
+
 
 class Watch(TorchFunctionMode):
     """Refuses what waits for a GPU."""
@@ -125,12 +122,24 @@ class Watch(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def cuda_builder() -> ModuleType:
-    """csrc/cuda/build.py."""
-    return module_of("build")
+def by_the_rule(lengths: list[int], slots: int, least: int, step: int = 64) -> tuple[list[int], list[int], list[int]]:
+    """(pieces, parts, order), as ``Division.lists``: the share is the smallest number of whole steps with which
+    ``slots`` blocks at a time could do all, one for each piece of a row longer than it, and the others for the rest
+    together."""
+
+    def fits(share: int) -> bool:
+        blocks = sum(-(-length // share) for length in lengths if length > share)
+        return sum(length for length in lengths if length <= share) <= (slots - blocks) * share
+
+    share = next(share for share in range(least, 1 << 30, step) if fits(share))
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    counts = [-(-length // share) for length in lengths]
+    pieces = [row for row in order for _ in range(counts[row])]
+    firsts = [sum(counts[other] for other in order[: order.index(row)]) for row in range(len(lengths))]
+    return pieces, [number for pair in zip(firsts, counts, strict=True) for number in pair], order
 
 
-def module_of(name: str) -> ModuleType:
+def cuda_module(name: str) -> ModuleType:
     """A file of csrc/cuda."""
     path = Path(__file__).parents[2] / "csrc" / "cuda" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"cuda_{name}", path)
@@ -150,7 +159,7 @@ def emulated_library(request) -> Path:
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no C++ compiler {compiler!r}")
-    builder = cuda_builder()
+    builder = cuda_module("build")
     library = Path(__file__).parents[2] / "build" / "_cuda_emulated.so"
     changed = max(path.stat().st_mtime for path in builder.SOURCES.iterdir())
     if not library.exists() or library.stat().st_mtime < changed:
@@ -170,20 +179,35 @@ def cuda_on_gpu() -> OnGPU:
     return OnGPU(cuda, torch.device("cuda"))
 
 
-@pytest.fixture
-def cuda(emulated_library, monkeypatch):
-    """CUDA's operators, emulated on the CPU, and caches with keys row by row, as on a GPU."""
-    from vllm_kvmerge.ops import cuda
-
+@contextmanager
+def row_major_caches() -> Iterator[None]:
+    """Caches with keys row by row, as on a GPU, unless they are asked for as on the CPU."""
     of = PagedKVCache.of
 
     def row_major(cache: Tensor, head_size: int, row_major_keys: bool = True, **more) -> PagedKVCache:
         return of(cache, head_size, row_major_keys, **more)
 
-    monkeypatch.setattr(PagedKVCache, "of", row_major)
-    cuda.use(emulated_library)
-    yield cuda
-    cuda.use(None)
+    with mock.patch.object(PagedKVCache, "of", row_major):
+        yield
+
+
+@contextmanager
+def emulated(library: Path) -> Iterator[ModuleType]:
+    """CUDA's operators, emulated on the CPU."""
+    from vllm_kvmerge.ops import cuda
+
+    cuda.use(library)
+    try:
+        with row_major_caches():
+            yield cuda
+    finally:
+        cuda.use(None)
+
+
+@pytest.fixture
+def cuda(emulated_library):
+    with emulated(emulated_library) as operators:
+        yield operators
 
 
 def complete(module: ModuleType) -> SimpleNamespace:
@@ -228,7 +252,8 @@ def operators(request):
     elif request.param == "plain-torch":
         yield reference
     elif request.param == "triton":
-        yield complete(pytest.importorskip("vllm_kvmerge.ops.triton"))
+        with row_major_caches():
+            yield complete(pytest.importorskip("vllm_kvmerge.ops.triton"))
     else:
         before = cpu.level()
         cpu.set_level(request.param)
@@ -236,6 +261,8 @@ def operators(request):
         cpu.set_level(before)
 
 
+SUM, MEAN, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
+UPDATES = [None, SUM, MEAN, EMA]
 SOFTMAXES = ["plain", "capped", "sinks", "capped-sinks"]
 
 
@@ -280,10 +307,8 @@ def row_major_copies(maker: CacheMaker, row_major: bool = True) -> tuple[PagedKV
 
 def statistics(pages: PagedKVCache, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
     """Scores and aux of all live entries."""
-    planes = [
-        reference.gather_metadata(SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len))[1:3]
-        for s in sequences
-    ]
+    located = [SequenceLayers.of(pages, s.blocks, s.front, s.tail, s.seq_len) for s in sequences]
+    planes = [reference.gather_metadata(one)[1:3] for one in located]
     scores, aux = (torch.cat(some, 1) for some in zip(*planes, strict=True))
     return scores, aux
 

@@ -21,7 +21,7 @@ class OnGPU:
     """
 
     def __init__(self, module: ModuleType, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._module, self.device = module, device
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)
@@ -46,7 +46,8 @@ class OnGPU:
             there[id(value)] = value, copy
             return copy
         if isinstance(value, AttentionBatch):
-            return value.map(lambda tensor: self._moved(tensor, there), value.max_query_len)
+            moved = value.map(lambda tensor: self._moved(tensor, there), value.max_query_len)
+            return replace(moved, tables=self._moved(value.tables, there))
         if isinstance(value, SequenceLayers):
             layers = [self._moved(pages, there) for pages in value.layers]
             return replace(value, layers=layers, blocks=self._moved(value.blocks, there))
@@ -60,7 +61,7 @@ class OnGPU:
         num_blocks, num_heads, block_size, head_size = pages.values.shape
         dtype = pages.values.dtype
         cell = cell_bytes(head_size, dtype) // dtype.itemsize
-        cache = torch.empty(num_blocks, num_heads, block_size, cell, dtype=dtype, device=self._device)
+        cache = torch.empty(num_blocks, num_heads, block_size, cell, dtype=dtype, device=self.device)
         scales = {"key_scale": pages.key_scale, "value_scale": pages.value_scale} if pages.is_quantised else {}
         there = PagedKVCache.of(cache, head_size, row_major_keys=True, **scales)
         for name in PLANES:
@@ -69,9 +70,9 @@ class OnGPU:
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if _overlaps(tensor):
-            return tensor.to(self._device, copy=True)
+            return tensor.to(self.device, copy=True)
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        room = torch.empty(tensor.storage_offset() + max(span, 0), dtype=tensor.dtype, device=self._device)
+        room = torch.empty(tensor.storage_offset() + max(span, 0), dtype=tensor.dtype, device=self.device)
         return room.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor)
 
 

@@ -13,6 +13,7 @@ from tests.ops.conftest import (
     NUM_BLOCKS,
     SOFTMAXES,
     TOLERANCE,
+    UPDATES,
     CacheMaker,
     batch_of,
     padded,
@@ -22,33 +23,24 @@ from tests.ops.conftest import (
     statistics,
 )
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import (
-    PLAIN_SOFTMAX,
-    AttentionBatch,
-    Changes,
-    PagedKVCache,
-    ScoreMode,
-    ScoreUpdate,
-    SequenceLayers,
-    cpu,
-    dispatch,
-    reference,
-)
-from vllm_kvmerge.ops.types import QUANTISED, stored
+from vllm_kvmerge.ops import AttentionBatch, ScoreMode, ScoreUpdate, SequenceLayers, cpu, dispatch, reference
+from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, PLANES, QUANTISED, Changes, stored
 
 needs_library = pytest.mark.skipif(not cpu.LIBRARY.exists(), reason="the native operators are not built")
-UPDATES = [None, ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)]
 
 
-def attend(module, maker, query, sequences, lens, updates, scale, softmax=PLAIN_SOFTMAX):
-    """(output, scores, aux) of all live entries, statistics before set to 1 and 2."""
+def attend(module, maker, query, sequences, lens, updates, scale, softmax=PLAIN_SOFTMAX, bound=None):
+    """(output, scores, aux) of all live entries, whose statistics were other ones for each slot before. bound: on a GPU
+    also with rows without queries, and told of at most so many queries of a row."""
     pages = maker.views(maker.cache.clone())
-    pages.scores.fill_(1.0)
-    pages.aux.fill_(2.0)
+    before = 1.0 + torch.arange(maker.block_size) % 7
+    pages.scores.copy_(before)
+    pages.aux.copy_(before)
     output = torch.full_like(query, torch.nan)
-    module.paged_attention(query, pages, batch_of(sequences, lens, updates), scale, output, softmax)
+    batch = batch_of(sequences, lens, updates)
+    module.paged_attention(query, pages, padded(batch, bound) if bound else batch, scale, output, softmax)
     is_used = torch.isin(torch.arange(NUM_BLOCKS), torch.cat([s.blocks for s in sequences]))
-    assert (pages.scores[~is_used] == 1.0).all(), "scores outside of the sequences were changed"
+    assert (pages.scores[~is_used] == before).all(), "scores outside of the sequences were changed"
     return output, *statistics(pages, sequences)
 
 
@@ -59,28 +51,11 @@ def assert_equal_enough(actual, expected, dtype):
     assert torch.equal(actual[2], expected[2])
 
 
-def check_against_reference(module, maker, sequences, lens, updates, groups, kind="plain"):
+def check_against_reference(module, maker, sequences, lens, updates, groups, kind="plain", **more):
     query = maker.randn(sum(lens), maker.num_kv_heads * groups, maker.head_size).to(maker.query_dtype)
     case = maker, query, sequences, lens, updates, maker.head_size**-0.5
     case += (softmax_of(maker, kind, maker.num_kv_heads, groups),)
-    assert_equal_enough(attend(module, *case), attend(reference, *case), maker.dtype)
-
-
-def check_padded(module, maker, bound):
-    """Rows without queries, as captured graphs have them, are skipped; a larger bound on queries than there are changes
-    nothing. TOVA's decay is 0."""
-    sequences = [maker.sequence(40, 64, 99), maker.sequence(0, 0, 70)]
-    batch = batch_of(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.0), None])
-    maker.pages.scores.fill_(0.5)
-    maker.pages.aux.fill_(2.0)
-    theirs, ours = row_major_copies(maker)
-    query = maker.randn(4, 4, maker.head_size)
-    expected, output = torch.full((2, *query.shape), torch.nan)
-    reference.paged_attention(query, theirs, batch, 0.2, expected)
-    module.paged_attention(query, ours, padded(batch, bound), 0.2, output)
-    assert relative_error(output[:2], expected[:2]) < 1e-5 and output[2:].isnan().all()
-    for one, other in zip(statistics(ours, sequences), statistics(theirs, sequences), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert_equal_enough(attend(module, *case, **more), attend(reference, *case), maker.dtype)
 
 
 def random_segments(data, maker, most_behind, most_queries):
@@ -151,17 +126,24 @@ def test_queries_and_outputs_may_be_strided_and_of_other_types(operators):
     assert relative_error(output, expected) < 2e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_tokens_are_written_as_the_reference_does(operators, dtype):
+def check_tokens(operators, dtype, given, row_major=False):
+    """Quantised ones over both scales, to the nearest; what is beyond the largest number becomes that."""
     maker = CacheMaker(3, 2, 48, 32, dtype)
-    slots = torch.randperm(NUM_BLOCKS * 32, generator=maker.generator)[:700]
+    slots = torch.randperm(NUM_BLOCKS * 32, generator=maker.generator)[:300]
     slots[::9] = -1
-    key, value = (100 * maker.randn(700, 2, 48)).to(dtype), maker.randn(700, 3, 48).to(dtype)[:, 1:]
-    ours, theirs = maker.cache.clone(), maker.cache.clone()
-    operators.write_tokens(PagedKVCache.of(ours, 48), slots, key, value)
-    reference.write_tokens(PagedKVCache.of(theirs, 48), slots, key, value)
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
-    assert torch.equal(ours.view(bits), theirs.view(bits))
+    sizes = 10.0 ** torch.randint(-4, 5, (300, 1, 1), generator=maker.generator)
+    key, value = (sizes * maker.randn(300, 2, 48)).to(given), (sizes * maker.randn(300, 3, 48)).to(given)[:, 1:]
+    theirs, ours = row_major_copies(maker, row_major)
+    operators.write_tokens(ours, slots, key, value)
+    reference.write_tokens(theirs, slots, key, value)
+    for name in PLANES:
+        one, other = (getattr(pages, name).contiguous().view(torch.uint8) for pages in (ours, theirs))
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *QUANTISED], ids=str)
+def test_tokens_are_written_as_the_reference_does(operators, dtype):
+    check_tokens(operators, dtype, torch.bfloat16 if dtype in QUANTISED else dtype)
 
 
 def test_float32_is_rounded_as_pytorch_does(operators):
@@ -347,34 +329,29 @@ def test_without_the_library_the_reference_runs_after_one_warning(broken, unload
     assert len(logs.output) == 1
 
 
-@pytest.fixture(params=cpu.levels() if cpu.LIBRARY.exists() else [])
-def level(request):
-    before = cpu.level()
-    cpu.set_level(request.param)
-    yield
-    cpu.set_level(before)
+on_every_level = pytest.mark.parametrize("operators", cpu.levels() if cpu.LIBRARY.exists() else [], indirect=True)
 
 
-@pytest.mark.usefixtures("level")
+@on_every_level
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_similarity_does_not_depend_on_how_many_members_there_are(dtype):
+def test_similarity_does_not_depend_on_how_many_members_there_are(operators, dtype):
     """Padding makes a call's width depend on a request's company, its results must not: bit for bit."""
     maker = CacheMaker(0, 2, 64, 32, dtype)
     s = maker.sequence(front=37, tail=200, seq_len=463)
-    seq_layers = SequenceLayers.of(maker.pages, s.blocks, s.front, s.tail, s.seq_len)
+    seq_layers = maker.layers(s)
     members = torch.stack([torch.randperm(300, generator=maker.generator)[:100] for _ in range(2)])
     carriers = torch.arange(300).expand(2, -1)
     usable = torch.rand(2, 300, generator=maker.generator) < 0.7
-    many = cpu.most_similar(seq_layers, members, carriers, usable)
+    many = operators.most_similar(seq_layers, members, carriers, usable)
     for count in (1, 16, 33, 64, 65):
-        few = cpu.most_similar(seq_layers, members[:, :count], carriers, usable)
+        few = operators.most_similar(seq_layers, members[:, :count], carriers, usable)
         assert all(torch.equal(a, b[:, :count]) for a, b in zip(few, many, strict=True))
 
 
-@pytest.mark.usefixtures("level")
+@on_every_level
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *QUANTISED], ids=str)
 @pytest.mark.parametrize(("groups", "head_size"), [(4, 64), (3, 80), (1, 128)])
-def test_what_queries_get_does_not_depend_on_how_many_there_are(dtype, groups, head_size):
+def test_what_queries_get_does_not_depend_on_how_many_there_are(operators, dtype, groups, head_size):
     """Chunks of a prompt end where a step's room does, which its company decides: bit for bit."""
     maker = CacheMaker(1, 2, head_size, 32, dtype)
     s = maker.sequence(front=37, tail=200, seq_len=763)
@@ -385,7 +362,7 @@ def test_what_queries_get_does_not_depend_on_how_many_there_are(dtype, groups, h
         part, seq_len = query[first:stop], s.seq_len - count + stop
         output = torch.empty_like(part)
         batch = AttentionBatch.single(s.blocks, stop - first, seq_len, s.front, s.tail)
-        cpu.paged_attention(part, maker.pages, batch, scale, output)
+        operators.paged_attention(part, maker.pages, batch, scale, output)
         return output
 
     whole = attended(0, count)

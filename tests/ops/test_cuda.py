@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import TestCase
 
 import pytest
@@ -12,22 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.ops import test_head_pages
 from tests.ops.conftest import (
-    NUM_BLOCKS,
+    EMA,
     SOFTMAXES,
+    SUM,
+    UPDATES,
     CacheMaker,
     Watch,
     batch_of,
-    cuda_builder,
+    by_the_rule,
+    cuda_module,
     cuda_on_gpu,
+    emulated,
     relative_error,
-    row_major_copies,
 )
 from tests.ops.on_gpu import OnGPU
 from tests.ops.test_cpu import (
-    UPDATES,
     check_against_reference,
-    check_padded,
     random_segments,
     test_huge_logits_do_not_overflow,  # noqa: F401
     test_queries_and_outputs_may_be_strided_and_of_other_types,  # noqa: F401
@@ -36,10 +39,11 @@ from tests.ops.test_operators import test_attention_over_front_and_tail  # noqa:
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.arguments import kvmerge_engine_args
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, choice, dispatch, reference
+from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, cell_bytes, choice, dispatch, reference
 from vllm_kvmerge.ops.cuda import backend
-from vllm_kvmerge.ops.cuda.plan import LEAST_ENTRIES, AttentionPlan
+from vllm_kvmerge.ops.cuda.plan import AttentionPlan
 from vllm_kvmerge.ops.pieces import Division
+from vllm_kvmerge.ops.types import NO_UPDATE, PageTables, ScoreMode, ScoreUpdate
 from vllm_kvmerge.ops.workspace import Workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -51,8 +55,8 @@ PLACES = ["emulated", *(["on-gpu"] if torch.cuda.is_available() else [])]
 without_a_gpu = pytest.mark.parametrize("strict", ["emulated"], indirect=True)
 """For tests that look at what the CPU is told."""
 
-SHAPES = [(129, 200, 530, 9), (0, 0, 333, 0), (17, 290, 301, 2)]
-"""front, tail, seq_len, dead entries: of two pieces, of two, and of one with hardly any."""
+SKEWED = [(0, 0, 40), (300, 352, 400), (1500, 1600, 3000), (0, 0, 64), (0, 0, 256), (64, 96, 289), (0, 0, 257)]
+"""front, tail, seq_len: one row longer than all others, and lengths about the bounds of steps and pieces."""
 
 
 @pytest.fixture(params=PLACES)
@@ -64,32 +68,38 @@ def strict(request, monkeypatch):
     return operators
 
 
-@pytest.mark.parametrize("turn", [0, 1])
+class Exact(Workspace):
+    """No element more than a call needs."""
+
+    def take(self, name, size):
+        return torch.full((size,), torch.nan, device=self.device)
+
+
+@pytest.mark.parametrize(("multiprocessors", "turn"), [(1, 0), (2, 1), (8, 2), (40, 0)])
 @pytest.mark.parametrize(
     ("dtype", "groups", "head_size", "lens"),
     [
-        (torch.bfloat16, 1, 128, [1, 1, 1]),
-        (torch.float16, 2, 80, [1, 1, 1]),
-        (torch.bfloat16, 4, 128, [1, 1, 1]),
-        (torch.bfloat16, 7, 64, [2, 1, 1]),
-        (torch.float16, 5, 256, [3, 2, 1]),
-        (torch.bfloat16, 16, 32, [1, 1, 1]),
-        (torch.float16, 1, 96, [5, 1, 16]),
-        (torch.float32, 4, 64, [1, 1, 1]),
-        (torch.float32, 3, 128, [3, 2, 5]),
-        (torch.float32, 1, 256, [1, 8, 3]),
-        (torch.float32, 1, 160, [1, 4, 1]),
+        (torch.bfloat16, 4, 64, [1, 2, 4, 1, 0, 3, 1]),
+        (torch.bfloat16, 7, 128, [1, 1, 2, 1, 1, 1, 0]),
+        (torch.bfloat16, 16, 32, [1, 1, 1, 0, 1, 1, 1]),
+        (torch.float16, 1, 96, [16, 1, 5, 1, 1, 2, 3]),
+        (torch.float16, 2, 80, [1, 1, 8, 0, 1, 1, 1]),
+        (torch.float16, 5, 256, [1, 3, 2, 1, 1, 0, 1]),
+        (torch.float32, 2, 64, [1, 0, 2, 1, 1, 2, 2]),
+        (torch.float32, 3, 128, [3, 2, 5, 1, 0, 1, 1]),
+        (torch.float32, 1, 160, [1, 4, 1, 1, 2, 1, 0]),
+        (torch.float32, 1, 256, [1, 8, 3, 1, 1, 1, 0]),
     ],
 )
-def test_attention_is_the_references(strict, dtype, groups, head_size, lens, turn):
-    """Pieces, holes, dead entries, several queries; statistics that new tokens' places held count for nothing.
-
-    Each case has one of the three ways in which the sequences can take turns with the score updates.
-    """
-    maker = CacheMaker(head_size + groups, 2, head_size, 16, dtype)
-    sequences = [maker.sequence(*shape) for shape in SHAPES]
-    first = (groups + turn) % 3
-    updates = [UPDATES[1 + (first + i) % 3] for i in range(3)]
+def test_attention_is_the_references(strict, dtype, groups, head_size, lens, multiprocessors, turn, monkeypatch):
+    """Rows in one piece each, in a few large ones and in many, with holes and dead entries; those without queries stay
+    as they are. Each turn updates the scores of the longest row in another way."""
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.plan.multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.attention.workspace_of", Exact)
+    maker = CacheMaker(head_size + groups, 2, head_size, 32 if dtype is torch.float32 else 48, dtype)
+    sequences = [maker.sequence(*shape, num_dead=shape[0] // 10) for shape in SKEWED]
+    updates = [UPDATES[1 + (row + turn) % 3] for row in range(len(SKEWED))]
+    updates[3 + turn] = None
     kind = SOFTMAXES[(groups + head_size // 32 + turn) % 4]
     check_against_reference(strict, maker, sequences, lens, updates, groups, kind)
 
@@ -97,39 +107,27 @@ def test_attention_is_the_references(strict, dtype, groups, head_size, lens, tur
 @examples(20)
 @given(data=st.data())
 def test_any_segments(emulated_library, data):
-    from vllm_kvmerge.ops import cuda
-
-    cuda.use(emulated_library)
     block_size, dtype = (data.draw(st.sampled_from(some)) for some in ([16, 24, 32], [torch.float32, torch.half]))
-    maker = CacheMaker(data.draw(st.integers(0, 1000)), 1, 64, block_size, dtype)
-    sequences, lens, updates = random_segments(data, maker, 400, 4)
-    theirs, ours = row_major_copies(maker)
-    groups = data.draw(st.sampled_from([1, 2, 4]))
-    query = maker.randn(sum(lens), groups, 64).to(dtype)
-    batch = batch_of(sequences, lens, updates)
-    outputs = [torch.full_like(query, torch.nan) for _ in range(2)]
-    for operators, pages, output in ((reference, theirs, outputs[0]), (cuda, ours, outputs[1])):
-        pages.scores.fill_(1.0)
-        pages.aux.fill_(2.0)
-        operators.paged_attention(query, pages, batch, 0.125, output)
-    cuda.use(None)
-    assert relative_error(outputs[1], outputs[0]) < (1e-5 if dtype is torch.float32 else 2e-3)
-    assert relative_error(ours.scores, theirs.scores) < 1e-4
-    assert torch.equal(ours.aux, theirs.aux)
+    groups, seed = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(0, 1000))
+    with emulated(emulated_library) as cuda:
+        maker = CacheMaker(seed, 1, 64, block_size, dtype)
+        check_against_reference(cuda, maker, *random_segments(data, maker, 400, 4), groups)
 
 
 @pytest.mark.parametrize("bound", [1, 4])
 def test_rows_without_queries_are_skipped(strict, bound):
-    check_padded(strict, CacheMaker(3, 2, 64, 16, torch.float32), bound)
+    maker = CacheMaker(3, 2, 64, 16, torch.float32)
+    sequences = [maker.sequence(40, 64, 99), maker.sequence(0, 0, 70)]
+    tova = ScoreUpdate(ScoreMode.SUM, 0.0)
+    check_against_reference(strict, maker, sequences, [1, 1], [tova, None], 2, bound=bound)
 
 
 def test_what_kernels_cannot_do_is_left_to_others(cuda):
     """Chunks of many queries, and queries of another dtype than the cache's."""
     maker = CacheMaker(4, 2, 64, 32, torch.bfloat16)
     sequence = maker.sequence(40, 64, 160)
-    check_against_reference(cuda, maker, [sequence], [30], [ScoreUpdate(ScoreMode.SUM, 0.9)], 4)
-    query, outputs = maker.randn(1, 4, 64), [torch.empty(1, 4, 64) for _ in range(2)]
-    batch = batch_of([sequence], [1], [None])
+    check_against_reference(cuda, maker, [sequence], [30], [SUM], 4)
+    query, outputs, batch = maker.randn(1, 4, 64), torch.empty(2, 1, 4, 64), batch_of([sequence], [1], [None])
     for operators, output in zip((reference, cuda), outputs, strict=True):
         operators.paged_attention(query, maker.pages, batch, 0.1, output)
     assert torch.equal(*outputs)
@@ -181,29 +179,9 @@ def test_nothing_is_asked_of_the_gpu(strict):
     maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
     sequences = [maker.sequence(100, 200, 300), maker.sequence(7, 300, 450)]
     query = maker.randn(2, 8, 64).bfloat16()
-    batch = batch_of(sequences, [1, 1], [ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.LOG_EMA, 0.9)])
+    batch = batch_of(sequences, [1, 1], [SUM, EMA])
     with Watch():
         strict.paged_attention(query, maker.pages, replace(batch, max_query_len=1), 0.1, query.clone())
-
-
-@without_a_gpu
-def test_a_workspace_that_was_reserved_does_not_grow(strict):
-    maker = CacheMaker(0, 2, 64, 16, torch.bfloat16)
-    work = Workspace(torch.device("cpu"))
-    work.reserve(maker.pages, 8, [(rows, 1) for rows in range(1, 10)], max_blocks=64)
-    before = work.num_bytes
-    assert before >= NUM_BLOCKS * 2 * 4 * 16 * 4, "logits of 4 query heads for each slot"
-    for rows in (1, 2, 9):
-        query = maker.randn(rows, 8, 64).bfloat16()
-        numbers, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
-        maker.pages.keys[0] = 0
-        maker.pages.values[0] = 0
-        zeros = torch.zeros_like(numbers)
-        starts = torch.arange(rows)
-        batch = AttentionBatch(table, starts, numbers, numbers, zeros, zeros, zeros, torch.ones(rows), 1)
-        strict.paged_attention(query, maker.pages, batch, 0.1, query, workspace=work)
-        assert not query.any()
-    assert work.num_bytes == before
 
 
 def test_queries_of_too_many_heads_are_left_to_others():
@@ -212,9 +190,9 @@ def test_queries_of_too_many_heads_are_left_to_others():
     assert AttentionPlan.obstacle(pages, 32, 5) == "20 rows of queries of a KV head are not from 1 to 16"
 
 
-def divided(operators, lengths, slots, most=1 << 20, least=LEAST_ENTRIES):
+def divided(operators, lengths, slots, least):
     """(division, the three lists) that the kernel makes of rows that see so many entries."""
-    division = Division(len(lengths), slots, most)
+    division = Division(len(lengths), slots, most=1 << 20)
     generator = torch.Generator().manual_seed(len(lengths))
     fronts, gaps, others = torch.randint(0, 5000, (3, len(lengths)), dtype=torch.int32, generator=generator)
     ends = torch.tensor(lengths, dtype=torch.int32)
@@ -229,22 +207,6 @@ def divided(operators, lengths, slots, most=1 << 20, least=LEAST_ENTRIES):
 
     on_gpu = operators._call if isinstance(operators, OnGPU) else lambda call, *rows: call(*rows)
     return division, [found.tolist() for found in on_gpu(call, query_lens, seq_lens, fronts, fronts + gaps)]
-
-
-def by_the_rule(lengths, slots, least=LEAST_ENTRIES):
-    """(pieces, parts, order): the share is the smallest number of whole steps with which ``slots`` blocks at a time
-    could do all, one for each piece of a row longer than it, and the others for the rest together."""
-
-    def fits(share):
-        blocks = sum(-(-length // share) for length in lengths if length > share)
-        return sum(length for length in lengths if length <= share) <= (slots - blocks) * share
-
-    share = next(share for share in range(least, 1 << 30, 64) if fits(share))
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    counts = [-(-length // share) for length in lengths]
-    pieces = [row for row in order for _ in range(counts[row])]
-    firsts = [sum(counts[other] for other in order[: order.index(row)]) for row in range(len(lengths))]
-    return pieces, [number for pair in zip(firsts, counts, strict=True) for number in pair], order
 
 
 @pytest.mark.parametrize(
@@ -262,60 +224,64 @@ def test_pieces_are_by_the_rule(strict, rows, longest, slots, least):
     one[rows // 2] = longest
     for lengths in (uneven, some, one, torch.full((rows,), longest), torch.zeros(rows, dtype=torch.int32)):
         lengths = lengths.tolist()
-        division, (pieces, parts, order) = divided(strict, lengths, slots, least=least)
-        expected, expected_parts, expected_order = by_the_rule(lengths, slots, least)
-        assert pieces == expected + [-1] * (division.num_pieces - len(expected))
-        assert parts == expected_parts and order == expected_order
+        division, (pieces, parts, order) = divided(strict, lengths, slots, least)
+        expected, *others = by_the_rule(lengths, slots, least)
+        assert pieces == expected + [-1] * (division.num_pieces - len(expected)) and [parts, order] == others
         counts = [parts[2 * row + 1] for row in order]
         assert max(counts[division.split_tiles :], default=0) <= 1
         assert sum(count for count in counts if count > 1) <= division.num_split
 
 
-class Exact(Workspace):
-    def take(self, name, size):
-        return torch.full((size,), torch.nan, device=self.device)
+# Head pages
 
 
-SKEWED = [(0, 0, 40), (300, 352, 400), (1500, 1600, 3000), (0, 0, 64), (0, 0, 256), (64, 96, 289), (0, 0, 257)]
-"""front, tail, seq_len: one row longer than all others, and lengths about the bounds of steps and pieces."""
-
-
-@pytest.mark.parametrize(("multiprocessors", "turn"), [(1, 0), (2, 1), (8, 2), (40, 0)])
 @pytest.mark.parametrize(
-    ("dtype", "groups", "head_size", "lens", "kind"),
-    [
-        (torch.bfloat16, 4, 64, [1, 2, 4, 1, 0, 3, 1], "capped-sinks"),
-        (torch.float16, 1, 128, [1, 1, 1, 0, 1, 1, 1], "sinks"),
-        (torch.float32, 2, 64, [1, 0, 2, 1, 1, 2, 2], "plain"),
-    ],
+    ("block_size", "dtype", "num_pages"), [(16, torch.bfloat16, 3), (48, torch.float16, 3), (32, torch.float32, 20)]
 )
-def test_rows_of_all_lengths_share_a_batch(
-    strict, dtype, groups, head_size, lens, kind, multiprocessors, turn, monkeypatch
+@pytest.mark.parametrize("update", [NO_UPDATE, *UPDATES[1:]], ids=lambda update: update.mode)
+@pytest.mark.parametrize(("groups", "num_queries"), [(4, 1), (2, 5)])  # longer chunks are another's
+@pytest.mark.parametrize("multiprocessors", [1, 8])
+def test_heads_attend_to_pages_of_their_own(
+    strict, block_size, dtype, num_pages, update, groups, num_queries, multiprocessors, monkeypatch
 ):
-    """In one piece each, in a few large ones and in many; rows without queries stay as they are. Each turn updates the
-    scores of the longest row in another way. The workspace has no element more than a call needs."""
+    """Each head's entries are cut into as many pieces as the row has, of which it may leave some empty."""
     monkeypatch.setattr("vllm_kvmerge.ops.cuda.plan.multiprocessors", lambda device: multiprocessors)
-    monkeypatch.setattr("vllm_kvmerge.ops.cuda.attention.workspace_of", Exact)
-    maker = CacheMaker(turn, 2, head_size, 32, dtype)
-    sequences = [maker.sequence(*shape, num_dead=shape[0] // 10) for shape in SKEWED]
-    updates = [UPDATES[1 + (row + turn) % 3] for row in range(len(SKEWED))]
-    updates[3 + turn] = None
-    check_against_reference(strict, maker, sequences, lens, updates, groups, kind)
+    scene = test_head_pages.Scene.make(block_size, block_size, dtype, 61, num_pages)
+    given = {"paged_attention": strict.paged_attention, "device": getattr(strict, "device", "cpu")}
+    operators = SimpleNamespace(**vars(reference) | given)
+    test_head_pages.test_attention(operators, scene, dtype, update, groups, num_queries)
+
+
+@without_a_gpu
+def test_layers_of_head_pages(strict, monkeypatch):
+    """Captured graphs hold for fronts of all shapes: tables are read by the kernels alone. Pages are found by the
+    distance of their layer, so layers that lie differently are left to others."""
+    shape, query = (8, 2, 16, cell_bytes(64, torch.float32) // 4), torch.randn(1, 2, 64)
+    layers = [PagedKVCache.of(torch.zeros(shape), 64, True) for _ in range(3)]
+    table = HeadPages(layers, torch.zeros(3, 2, 2).long(), torch.zeros(3, 2).long()).table()
+    tables = PageTables(layers, 1, torch.tensor([table.data_ptr()]))
+    batch = replace(AttentionBatch.single(torch.arange(4), 1, 50), tables=tables)
+    with Watch():
+        strict.paged_attention(query, layers[1], batch, 0.1, query.clone())
+    wrong = replace(batch, tables=replace(tables, layer=3))
+    with pytest.raises(ValueError, match="there is no layer 3 among 3"):
+        strict.paged_attention(query, layers[1], wrong, 0.1, query.clone())
+    left = []
+    fallback = SimpleNamespace(paged_attention=lambda *args: left.append(args[2]))
+    monkeypatch.setattr("vllm_kvmerge.ops.cuda.backend.fallback", lambda device: fallback)
+    scattered = replace(tables, layers=[*layers[:2], replace(layers[2], aux=layers[2].aux.clone())])
+    strict.paged_attention(query, layers[1], replace(batch, tables=scattered), 0.1, query.clone())
+    assert len(left) == 1
 
 
 # The table of choices
 
 
-def test_nothing_was_measured_so_triton_is_chosen():
-    assert json.loads(choice.RULES.read_text()) == [{"implementation": "triton"}], (
-        "say in docs/gpu.md what was measured"
-    )
-    assert {choice.choice(operator, "NVIDIA H200", 128) for operator in ops.OPERATORS} == {"triton"}
-
-
 def test_a_rule_of_a_gpu_wins(monkeypatch):
+    default = json.loads(choice.RULES.read_text())
+    assert default == [{"implementation": "triton"}], "say in docs/gpu.md what was measured"
     rule = {"operator": "paged_attention", "device": "NVIDIA H200", "head_sizes": [128], "implementation": "cuda"}
-    monkeypatch.setattr(choice, "rules", lambda: [{"implementation": "triton"}, rule])
+    monkeypatch.setattr(choice, "rules", lambda: [*default, rule])
     choice.choice.cache_clear()
     try:
         assert choice.choice("paged_attention", "NVIDIA H200", 128) == "cuda"
@@ -387,38 +353,12 @@ KERNELS = {
     "Attend<MatrixUnits<Bf16, 128>, 4, 3, false>": [COPIES, "HMMA.16816.F32.BF16", "LDSM.16.M"],
     "Attend<MatrixUnits<F16, 256>, 4, 2, false>": ["HMMA.16816.F32", "LDSM.16.M"],
     "Attend<Cores<Bf16, 128, 1>, 4, 3, false>": [COPIES, "LDS.128"],
+    "Attend<MatrixUnits<Bf16, 128>, 4, 3, true>": [COPIES, "HMMA.16816.F32.BF16", "LDSM.16.M"],
     "Finish<128, void>": [],
+    "Finish<256, float>": ["LDG.E.128"],
     "Divide": [],
 }  # fmt: skip
 """Some of the ops, and instructions that are meant to be in them."""
-
-
-def check_compiled(kernels, target, folder):
-    """Kernels for ``sm_TARGET``: nothing in a thread's stack, and the instructions that are given."""
-    builder = cuda_builder()
-    compiler = builder.nvcc()
-    if compiler is None:
-        pytest.skip("there is no nvcc")
-    source, binary = folder / "ops.cu", folder / "ops.cubin"
-    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "divide")]
-    instances = [f"template __global__ void run_kernel<{kernel}>(const __grid_constant__ {kernel}::Params);"
-                 for kernel in kernels]  # fmt: skip
-    source.write_text("\n".join([*includes, "namespace kvmerge {", *instances, "}"]))
-    virtual = target if target in builder.ARCHITECTURES else "80"  # other GPUs get the PTX of this one
-    code = f"arch=compute_{virtual},code=sm_{target}"
-    said = builder.run([compiler, *builder.NVCC_FLAGS, "-gencode", code, "-cubin", str(source), "-o", str(binary)])
-    found = builder.usage(said)
-    assert len(found) == len(kernels) and {kernel.target for kernel in found} == {f"sm_{target}"}
-    assert all(kernel.stack == 0 and 0 < kernel.registers <= 255 for kernel in found), found
-    tools = pytest.importorskip("tests.ops.triton_compiler", reason="there is no disassembler: Triton brings one")
-    listing = subprocess.run([tools.CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
-    functions = dict(part.split("\n", 1) for part in listing.split("Function : ")[1:])
-    assert len(functions) == len(kernels)
-    for kernel, instructions in kernels.items():
-        (code,) = [code for name, code in functions.items() if re.search(_mangled(kernel), name)]
-        for instruction in instructions:
-            assert instruction in code, (kernel, instruction)
-        assert not re.search(r"\b(LDL|STL)\b", code), f"{kernel} uses local memory"
 
 
 def _mangled(kernel):
@@ -429,7 +369,30 @@ def _mangled(kernel):
     return "[INSE_]*".join(parts) + "E"
 
 
-@pytest.mark.parametrize("target", ["80", "90a"])
+@pytest.mark.parametrize("target", ["80", "89", "90a"])
 def test_kernels_compile_without_spills(target, tmp_path):
-    """The loads, copies and products that were meant are in the machine code."""
-    check_compiled(KERNELS, target, tmp_path)
+    """Nothing is in a thread's stack, and the loads, copies and products that were meant are in the machine code."""
+    builder = cuda_module("build")
+    compiler = builder.nvcc()
+    if compiler is None:
+        pytest.skip("there is no nvcc")
+    source, binary = tmp_path / "ops.cu", tmp_path / "ops.cubin"
+    includes = [f'#include "{builder.SOURCES / name}.h"' for name in ("attention", "divide")]
+    instances = [f"template __global__ void run_kernel<{kernel}>(const __grid_constant__ {kernel}::Params);"
+                 for kernel in KERNELS]  # fmt: skip
+    source.write_text("\n".join([*includes, "namespace kvmerge {", *instances, "}"]))
+    virtual = target if target in builder.ARCHITECTURES else "80"  # other GPUs get the PTX of this one
+    code = f"arch=compute_{virtual},code=sm_{target}"
+    said = builder.run([compiler, *builder.NVCC_FLAGS, "-gencode", code, "-cubin", str(source), "-o", str(binary)])
+    found = builder.usage(said)
+    assert len(found) == len(KERNELS) and {kernel.target for kernel in found} == {f"sm_{target}"}
+    assert all(kernel.stack == 0 and 0 < kernel.registers <= 255 for kernel in found), found
+    tools = pytest.importorskip("tests.ops.triton_compiler", reason="there is no disassembler: Triton brings one")
+    listing = subprocess.run([tools.CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
+    functions = dict(part.split("\n", 1) for part in listing.split("Function : ")[1:])
+    assert len(functions) == len(KERNELS)
+    for kernel, instructions in KERNELS.items():
+        (code,) = [code for name, code in functions.items() if re.search(_mangled(kernel), name)]
+        for instruction in instructions:
+            assert instruction in code, (kernel, instruction)
+        assert not re.search(r"\b(LDL|STL)\b", code), f"{kernel} uses local memory"

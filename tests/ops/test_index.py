@@ -12,6 +12,11 @@ SIZES = [1, 2, 15, 16, 17, 64, 100, 816]
 LAST = torch.iinfo(torch.int64).max
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
 def largest_by_sorting(ranking, count):
     """By Python's sort: larger first, of equal ones the lower index. count: one for all rows, or a tensor."""
     mask = torch.zeros(ranking.shape, dtype=torch.bool)
@@ -25,17 +30,16 @@ def largest_by_sorting(ranking, count):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("kind", ["float", "few", "signs", "positions", "wide"])
 def test_the_largest_are_marked(operators, n, kind):
-    generator = torch.Generator().manual_seed(n)
     ranking = {
-        "float": torch.randn(3, n, generator=generator) * 1e30,
-        "few": torch.randint(-1, 3, (3, n), generator=generator).float(),
-        "signs": torch.randint(-1, 2, (3, n), generator=generator) * torch.tensor(0.0),  # 0 and -0 are equal
-        "positions": torch.randint(-1, 99, (3, n), generator=generator).masked_fill(torch.arange(n) % 5 == 4, LAST),
-        "wide": torch.randint(-(2**50), 2**50, (3, n), generator=generator),
+        "float": torch.randn(3, n) * 1e30,
+        "few": torch.randint(-1, 3, (3, n)).float(),
+        "signs": torch.randint(-1, 2, (3, n)) * torch.tensor(0.0),  # 0 and -0 are equal
+        "positions": torch.randint(-1, 99, (3, n)).masked_fill(torch.arange(n) % 5 == 4, LAST),
+        "wide": torch.randint(-(2**50), 2**50, (3, n)),
     }[kind]
     if kind == "few":
-        ranking[torch.rand(3, n, generator=generator) < 0.2] = torch.inf
-        ranking[torch.rand(3, n, generator=generator) < 0.2] = -torch.inf
+        ranking[torch.rand(3, n) < 0.2] = torch.inf
+        ranking[torch.rand(3, n) < 0.2] = -torch.inf
     for count in {-1, 0, 1, n // 2, n - 1, n, n + 1}:
         assert torch.equal(operators.largest(ranking, count), largest_by_sorting(ranking, count))
     counts = torch.tensor([n // 3, -1, n + 1])
@@ -46,9 +50,8 @@ def test_the_largest_are_marked(operators, n, kind):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_sinks_and_newest(operators, n):
-    generator = torch.Generator().manual_seed(n)
-    positions = torch.rand(3, n, generator=generator).argsort(1) + torch.tensor([[0], [2], [2**33]])
-    positions[torch.rand(3, n, generator=generator) < 0.3] = -1
+    positions = torch.rand(3, n).argsort(1) + torch.tensor([[0], [2], [2**33]])
+    positions[torch.rand(3, n) < 0.3] = -1
     positions[2] = -1
     for count in (0, 1, n // 2, n, n + 1, torch.tensor([n // 3, 0, n + 1])):
         counts = count.tolist() if isinstance(count, torch.Tensor) else [count] * 3
@@ -61,11 +64,10 @@ def test_sinks_and_newest(operators, n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_protected_and_dead_entries_are_outside_of_the_ranking(operators, n):
-    generator = torch.Generator().manual_seed(n)
-    ranking = torch.randn(3, n, generator=generator)
+    ranking = torch.randn(3, n)
     for special in (torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max):
-        ranking[torch.rand(3, n, generator=generator) < 0.1] = special
-    protected, is_live = torch.rand(3, n, generator=generator) < 0.2, torch.rand(3, n, generator=generator) < 0.8
+        ranking[torch.rand(3, n) < 0.1] = special
+    protected, is_live = torch.rand(3, n) < 0.2, torch.rand(3, n) < 0.8
     limit = torch.finfo(torch.float32).max
     order = ranking.double().nan_to_num(nan=-limit, posinf=limit, neginf=-limit)
     order = order.masked_fill(protected, torch.inf).masked_fill(~is_live, -torch.inf)
@@ -75,15 +77,14 @@ def test_protected_and_dead_entries_are_outside_of_the_ranking(operators, n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_what_is_kept_stays_in_place(operators, n):
-    generator = torch.Generator().manual_seed(n)
     for count in {0, 1, n // 2, n}:
-        mask = largest_by_sorting(torch.rand(4, n, generator=generator), count)
+        mask = largest_by_sorting(torch.rand(4, n), count)
         index = operators.in_place(mask, count)
         for row, kept in zip(index.tolist(), mask, strict=True):
             behind = iter(kept.nonzero().flatten().tolist()[int(kept[:count].sum()) :])
             assert row == [i if kept[i] else next(behind) for i in range(count)]
     counts = torch.tensor([0, n // 2, n // 3, n])
-    mask = largest_by_sorting(torch.rand(4, n, generator=generator), counts)
+    mask = largest_by_sorting(torch.rand(4, n), counts)
     index = operators.in_place(mask, counts, n)
     for row, alone, count in zip(index, mask, counts.tolist(), strict=True):
         assert torch.equal(row[:count], operators.in_place(alone[None], count)[0])
@@ -93,7 +94,7 @@ def test_what_is_kept_stays_in_place(operators, n):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("largest", [1, 200, 60_000, 2**40])
 def test_order_of_positions(operators, n, largest):
-    positions = torch.randint(-1, largest, (3, n), generator=torch.Generator().manual_seed(n))
+    positions = torch.randint(-1, largest, (3, n))
     if largest == 2**40 and operators is not cpu:
         positions %= 2**31  # a position of a sequence fits in 32 bits; the reference asks for that
     assert torch.equal(operators.by_position(positions), positions.argsort(dim=1, stable=True))
@@ -102,7 +103,7 @@ def test_order_of_positions(operators, n, largest):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
 def test_places_of_a_mask_and_inverses(operators, n, share):
-    mask = torch.rand(4, n, generator=torch.Generator().manual_seed(n)) < share
+    mask = torch.rand(4, n) < share
     mask[2] = False
     rows = [row.nonzero().flatten().tolist() for row in mask]
     most = max(len(row) for row in rows)
@@ -118,11 +119,10 @@ def test_places_of_a_mask_and_inverses(operators, n, share):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_empty_places_hold_nothing(operators, n):
-    generator = torch.Generator().manual_seed(n)
-    positions = torch.randint(-1, 3, (3, n), generator=generator)
-    kept = torch.randint(-1, n, (3, n), generator=generator)
+    positions = torch.randint(-1, 3, (3, n))
+    kept = torch.randint(-1, n, (3, n))
     kept[:, ::2] = torch.arange(n)[::2]
-    planes = [kept, *torch.randn(3, 3, n, generator=generator)]
+    planes = [kept, *torch.randn(3, 3, n)]
     before = [plane.clone() for plane in planes]
     found = operators.empty_places(positions, *planes)
     is_empty, stays = positions == -1, torch.where(kept == torch.arange(n), kept, -1)
@@ -145,10 +145,9 @@ def split_by_hand(shares, total, least, most):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("kind", ["float", "few", "equal"])
 def test_a_budget_is_split_over_heads(operators, n, kind):
-    generator = torch.Generator().manual_seed(n)
     shares = {
-        "float": torch.randn(2, 5, n, generator=generator) * torch.rand(2, 5, 1, generator=generator),
-        "few": torch.randint(-1, 3, (2, 5, n), generator=generator).float(),
+        "float": torch.randn(2, 5, n) * torch.rand(2, 5, 1),
+        "few": torch.randint(-1, 3, (2, 5, n)).float(),
         "equal": torch.zeros(2, 5, n),
     }[kind]
     for budget in {1, n // 3, n // 2, n - 1, n} - {0}:
@@ -182,24 +181,23 @@ def test_what_does_not_fit_raises():
             operator(*arguments)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN, in Triton's interpreter
 def test_a_member_joins_the_first_slot_whose_product_is_no_number(operators):
     keys, joining = torch.ones(1, 40, 16), torch.ones(1, 20, 16)
     assert operators.join_slots(keys, joining, torch.zeros(1, 20), torch.ones(1, 40))[0].eq(0).all()  # of equal ones
-    if operators not in (reference, cpu):
-        return  # it only stays inside (test_triton_interpreted.py)
     keys[0, 21:23, 3] = torch.nan
     joined, weights = operators.join_slots(keys, joining, torch.ones(1, 20), torch.ones(1, 40))
-    assert joined.eq(21).all()
-    assert weights[0].tolist() == [21.0 if slot == 21 else 1.0 for slot in range(40)]
+    assert joined.min() >= 0 and joined.max() < 40 and weights.sum() == 60
+    if operators in (reference, cpu):  # Triton's only stays inside
+        assert joined.eq(21).all() and weights[0, 21] == 21.0
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("decay", [1e-5, 0.5, 0.9, 0.99, 1 - 1e-5])
 def test_contributions_are_averages_without_their_bias(operators, n, decay):
     """Against float64, wherever a^t is near 0 or 1; entries that no query has scored have none."""
-    generator = torch.Generator().manual_seed(n)
-    log_votes, scores = (torch.randn(4, n, generator=generator) * 3 for _ in range(2))
-    counts = torch.randint(0, 40, (4, n), generator=generator).float()
+    log_votes, scores = (torch.randn(4, n) * 3 for _ in range(2))
+    counts = torch.randint(0, 40, (4, n)).float()
     counts[1], counts[2] = counts[1] * 100, torch.arange(n) % 2
     log_votes[3, ::3] = -torch.inf
     found = operators.log_contributions(log_votes, scores, counts, decay)
@@ -210,8 +208,7 @@ def test_contributions_are_averages_without_their_bias(operators, n, decay):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_live_entries_are_counted(operators, n):
-    generator = torch.Generator().manual_seed(n)
-    positions = torch.randint(-1, 9, (5, n), generator=generator)
+    positions = torch.randint(-1, 9, (5, n))
     positions[0], positions[1] = -1, 1 << 40
     assert operators.num_live(positions).tolist() == [sum(one >= 0 for one in row) for row in positions.tolist()]
 
@@ -219,11 +216,10 @@ def test_live_entries_are_counted(operators, n):
 @pytest.mark.parametrize("n", SIZES)
 def test_what_has_no_place_gets_a_free_one(operators, n):
     """Unless it is dead: then it has none, and takes none from those behind it, however few there are."""
-    generator = torch.Generator().manual_seed(n)
-    index = torch.rand(3, 2 * n, generator=generator).argsort(1)[:, :n]
-    index[torch.rand(3, n, generator=generator) < 0.1] = -1
-    positions = torch.randint(9, (3, n), generator=generator)
-    is_dead = torch.rand(3, n, generator=generator) < torch.tensor([[0.0], [0.3], [1.0]])
+    index = torch.rand(3, 2 * n).argsort(1)[:, :n]
+    index[torch.rand(3, n) < 0.1] = -1
+    positions = torch.randint(9, (3, n))
+    is_dead = torch.rand(3, n) < torch.tensor([[0.0], [0.3], [1.0]])
     most = int((~is_dead).sum(1).max())
     for num_places, dead in ((n, is_dead), (n + 5, is_dead), (most, is_dead), (n, is_dead & False)):
         found = operators.free_places(index, positions.masked_fill(dead, -1), num_places)
@@ -237,15 +233,14 @@ def test_what_has_no_place_gets_a_free_one(operators, n):
 def test_changes_of_two_updates_are_those_of_both(operators, n):
     """The later one's, and of the earlier one's those in places that still hold such an entry."""
     operators = complete(operators)
-    generator = torch.Generator().manual_seed(n)
 
     def some(size, count, missing):
-        index = torch.rand(3, size, generator=generator).argsort(1)[:, :count]
-        return index.masked_fill(torch.rand(3, count, generator=generator) < missing, -1)
+        index = torch.rand(3, size).argsort(1)[:, :count]
+        return index.masked_fill(torch.rand(3, count) < missing, -1)
 
     num_places = max(1, n // 2)
     kept, changed, earlier = some(n, num_places, 0.1), some(num_places, num_places // 3, 0.2), some(n, n // 2, 0.2)
-    positions = torch.randint(-1, 4, kept.shape, generator=generator)
+    positions = torch.randint(-1, 4, kept.shape)
     expected = []
     for row in range(3):
         before = {e: len(changed[row]) + i for i, e in enumerate(earlier[row].tolist()) if e >= 0}
@@ -261,7 +256,7 @@ def test_changes_of_two_updates_are_those_of_both(operators, n):
             behind = [(-1, -1)] * (len(mine) - len(pairs))
             assert [*zip(mine, theirs, strict=True)] == pairs + behind
     sizes = changed.shape[1], earlier.shape[1]
-    own, others = (torch.randn(3, size, 24, generator=generator) for size in sizes)
+    own, others = (torch.randn(3, size, 24) for size in sizes)
     taken = operators.take_rows(rows, own, others)
     together = torch.cat([own, others, torch.zeros(3, 1, 24)], 1)
     assert torch.equal(taken, torch.stack([part[index] for part, index in zip(together, rows, strict=True)]))
@@ -270,10 +265,9 @@ def test_changes_of_two_updates_are_those_of_both(operators, n):
 @pytest.mark.parametrize(("members", "slots"), [(0, 3), (1, 1), (5, 3), (16, 100), (17, 9), (50, 33)])
 def test_members_join_the_slots_of_largest_product(operators, members, slots):
     """Against means of keys, slot by slot, in float64."""
-    generator = torch.Generator().manual_seed(members)
-    keys, means = torch.randn(3, members, 24, generator=generator), torch.randn(3, slots, 24, generator=generator)
-    weights = torch.randint(0, 4, (3, members), generator=generator).float()
-    before = torch.randint(1, 9, (3, slots), generator=generator).float()
+    keys, means = torch.randn(3, members, 24), torch.randn(3, slots, 24)
+    weights = torch.randint(0, 4, (3, members)).float()
+    before = torch.randint(1, 9, (3, slots)).float()
     before[1, : slots // 2] = 0.0  # no such slots
     arguments = means, keys, weights, before
     copies = [tensor.clone() for tensor in arguments]
@@ -294,11 +288,10 @@ def test_members_join_the_slots_of_largest_product(operators, members, slots):
 def test_planes_are_taken_together(operators, has_others):
     """Single elements, and runs of elements that follow each other, which end where planes and index do, or in none.
     has_others: dtypes that CPU operators leave to the reference."""
-    generator = torch.Generator().manual_seed(1)
-    planes = [torch.randn(3, 50, generator=generator), torch.randint(-9, 9, (3, 50), generator=generator)]
-    planes += [torch.randn(50, 3, generator=generator).T, *([planes[0].double()] if has_others else [])]
+    planes = [torch.randn(3, 50), torch.randint(-9, 9, (3, 50))]
+    planes += [torch.randn(50, 3).T, *([planes[0].double()] if has_others else [])]
     blanks = [-torch.inf, -1, 0.0, 7.0][: len(planes)]
-    index = torch.randint(-1, 50, (3, 70), generator=generator)
+    index = torch.randint(-1, 50, (3, 70))
     for row, (first, length) in enumerate([(0, 50), (45, 5), (7, 13)]):
         index[row, 9 : 9 + length] = torch.arange(first, first + length)
         index[row, 70 - length % 50 :] = torch.arange(50 - length % 50, 50)
@@ -311,13 +304,12 @@ def test_planes_are_taken_together(operators, has_others):
 
 @pytest.mark.parametrize("n", [1, 50, 2100])
 def test_planes_get_new_elements(operators, n):
-    generator = torch.Generator().manual_seed(n)
-    planes = [torch.randn(3, n, generator=generator), torch.randint(-9, 9, (3, n), generator=generator)]
-    planes += [torch.randn(n, 3, generator=generator).T, planes[1] + 1, planes[0] + 1.0]
+    planes = [torch.randn(3, n), torch.randint(-9, 9, (3, n))]
+    planes += [torch.randn(n, 3).T, planes[1] + 1, planes[0] + 1.0]
     count = max(1, n // 3)
-    index = torch.rand(3, n, generator=generator).argsort(1)[:, :count]
-    index[torch.rand(3, count, generator=generator) < 0.3] = -1
-    new = [(torch.randn(3, count, generator=generator) * 9).to(plane.dtype) for plane in planes]
+    index = torch.rand(3, n).argsort(1)[:, :count]
+    index[torch.rand(3, count) < 0.3] = -1
+    new = [(torch.randn(3, count) * 9).to(plane.dtype) for plane in planes]
     copies = [plane.clone() for plane in planes]
     put = getattr(operators, "put", reference.put)
     row, place = (index >= 0).nonzero(as_tuple=True)
@@ -335,7 +327,7 @@ def test_places_that_overflow_are_listed(operators, dtype):
     exponent = 2.0 ** torch.tensor(limits.max, dtype=torch.float64).log2().floor().item()
     halfway = torch.tensor(limits.max + limits.eps * exponent / 2, dtype=torch.float64).float()
     below = torch.nextafter(halfway, torch.tensor(0.0))
-    rows = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(2, 8, 20)
     for place, number in enumerate((halfway, below, -halfway, -below, torch.nan)):
         rows[1, place, 7] = number
     rows[0, 7] = torch.inf  # at a place that is none
@@ -373,16 +365,15 @@ def handed_over(positions, stays, importance):
 @pytest.mark.parametrize("kind", ["random", "few", "rising", "falling"])
 def test_values_are_handed_over_to_the_right(operators, n, share, kind):
     """Against one departure after the other; with dead entries, equal scores, chains, and a head where all stay."""
-    generator = torch.Generator().manual_seed(n)
-    positions = torch.rand(3, n, generator=generator).argsort(1) * 3
+    positions = torch.rand(3, n).argsort(1) * 3
     positions[:, n // 2 : n // 2 + n // 7] = -1
     importance = {
-        "random": torch.randn(3, n, generator=generator) + 1.0,
-        "few": torch.randint(0, 3, (3, n), generator=generator).float(),
+        "random": torch.randn(3, n) + 1.0,
+        "few": torch.randint(0, 3, (3, n)).float(),
         "rising": positions.float(),
         "falling": (3 * n - positions).float(),
     }[kind]
-    stays = torch.rand(3, n, generator=generator) >= share
+    stays = torch.rand(3, n) >= share
     stays[1] = True
     kept = reference.padded_nonzero(stays)
     width = min(n, 2 * int((~stays).sum(1).max()))
@@ -406,14 +397,13 @@ def test_values_are_handed_over_to_the_right(operators, n, share, kind):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_what_becomes_and_joins_slots_lines_up(operators, n):
-    generator = torch.Generator().manual_seed(n)
-    positions = torch.rand(3, n, generator=generator).argsort(1) + 2**33
-    positions[torch.rand(3, n, generator=generator) < 0.2] = -1
+    positions = torch.rand(3, n).argsort(1) + 2**33
+    positions[torch.rand(3, n) < 0.2] = -1
     positions[:, -1] = positions[:, 0]  # equal ones stay as they lie
-    aux = torch.randint(0, 4, (3, n), generator=generator).float() / 2
-    scores = torch.randn(3, n, generator=generator).masked_fill(positions < 0, torch.nan)
+    aux = torch.randint(0, 4, (3, n)).float() / 2
+    scores = torch.randn(3, n).masked_fill(positions < 0, torch.nan)
     for kept in (0, n // 2, n - 1):
-        place = torch.rand(3, n, generator=generator).argsort(1)
+        place = torch.rand(3, n).argsort(1)
         place = place.masked_fill(place >= kept, -1)
         found = operators.line_up(place, positions, aux, scores, n - kept)
         assert [plane.shape for plane in found] == [(3, n - kept)] * 4
@@ -433,9 +423,8 @@ def test_what_becomes_and_joins_slots_lines_up(operators, n):
 @pytest.mark.parametrize("num_places", [1, 7, 1100])
 @pytest.mark.parametrize("num_sources", [0, 1, 5, 1030])
 def test_places_that_are_joined(operators, num_places, num_sources):
-    generator = torch.Generator().manual_seed(num_sources)
-    places = torch.randint(0, num_places, (3, num_sources), generator=generator)
-    joins = torch.rand(3, num_sources, generator=generator) < 0.5
+    places = torch.randint(0, num_places, (3, num_sources))
+    joins = torch.rand(3, num_sources) < 0.5
     joins[1] = False
     joined, row = operators.list_joined(places, joins, num_places)
     assert len(joined) == 3 and joined.shape[1] <= min(num_places, num_sources)
@@ -451,11 +440,10 @@ def test_places_that_are_joined(operators, num_places, num_sources):
 @pytest.mark.parametrize("has_own", [True, False])
 def test_rows_are_mixed_in(operators, count, num_mixed, size, has_own):
     """Against sums in float64; what does not join may be NaN. Without rows of its own a row is that of the joining."""
-    generator = torch.Generator().manual_seed(count)
-    joining, own = (torch.randn(3, n, size, generator=generator) for n in (count, num_mixed))
-    row = torch.randint(-1, max(num_mixed, 1), (3, count), generator=generator)
+    joining, own = (torch.randn(3, n, size) for n in (count, num_mixed))
+    row = torch.randint(-1, max(num_mixed, 1), (3, count))
     row = row.masked_fill(torch.tensor(num_mixed == 0), -1).clamp(max=num_mixed if has_own else count - 1)
-    shares = torch.rand(3, count, generator=generator)
+    shares = torch.rand(3, count)
     joining[row < 0], shares[row < 0] = torch.nan, torch.nan
     before = own.double() if has_own else torch.zeros(3, count, size, dtype=torch.float64)
     expected = before.clone()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.entries import gather_entries
-from tests.ops.conftest import TOLERANCE, CacheMaker, batch_of, relative_error, statistics
-from tests.ops.test_operators import SUM, dense_attention
+from tests.ops.conftest import SUM, TOLERANCE, CacheMaker, batch_of, relative_error, statistics
+from tests.ops.test_operators import dense_attention
 from vllm_kvmerge.ops import Rows, SequenceLayers, cell_bytes, cpu, reference
 
 pytestmark = pytest.mark.slow
@@ -63,31 +63,25 @@ def test_blocks_at_both_ends_of_a_large_pool(operators, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_compaction_from_both_ends_of_a_large_pool(operators, dtype):
+    """With newer tokens, which the operators write first."""
     maker = LargeMaker(dtype)
     sequence, blocks = maker.sequence(37, 200, 231), maker.sequence(0, 0, 40).blocks
+    key, value = maker.randn(2, 31, HEADS, HEAD_SIZE).to(dtype)
+    slots = torch.arange(200, 231)
+    slots = sequence.blocks[slots // BLOCK_SIZE].long() * BLOCK_SIZE + slots % BLOCK_SIZE
+    operators.write_tokens(maker.pages, slots, key, value)
+    sequence.keys[:, 37:], sequence.values[:, 37:] = key.transpose(0, 1).double(), value.transpose(0, 1).double()
     seq_layers = SequenceLayers.of(maker.pages, sequence.blocks, 37, 200, 231)
     kept = torch.arange(28, 68).repeat(HEADS, 1)  # of the front and of the tail
     new = torch.full((HEADS, 1, HEAD_SIZE), 0.5)
-    votes, scores, aux = (torch.rand(HEADS, 40) for _ in range(3))
+    metadata = *torch.rand(3, HEADS, 40), kept
     rows = Rows(torch.full((HEADS, 1), 7), new, 2.0 * new)
     merge = getattr(operators, "merge_entries", None) or partial(reference.merge_entries, operators=operators)
-    merge(seq_layers, blocks[None], kept, (votes, scores, aux, kept), rows)
+    merge(seq_layers, blocks[None], kept, metadata, rows)
     found = gather_entries(maker.pages, blocks, 40, 48, 48)
     for plane, merged in (("keys", 0.5), ("values", 1.0)):
         expected = getattr(sequence, plane)[:, 28:68].clone()
         expected[:, 7] = merged
         torch.testing.assert_close(getattr(found, plane).double(), expected)
-    for plane, expected in (("log_votes", votes), ("scores", scores), ("aux", aux), ("positions", kept)):
+    for plane, expected in zip(("log_votes", "scores", "aux", "positions"), metadata, strict=True):
         assert torch.equal(getattr(found, plane), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_tokens_at_both_ends_of_a_large_pool(operators, dtype):
-    maker = LargeMaker(dtype)
-    count = len(maker.pages.keys)
-    slots = torch.tensor([5, (count - 3) * BLOCK_SIZE + 7, (count // 2) * BLOCK_SIZE])
-    key, value = (maker.randn(3, HEADS, HEAD_SIZE).to(dtype) for _ in range(2))
-    operators.write_tokens(maker.pages, slots, key, value)
-    block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-    assert torch.equal(maker.pages.keys[block, :, :, offset], key)
-    assert torch.equal(maker.pages.values[block, :, offset], value)

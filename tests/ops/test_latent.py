@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from tests.ops.conftest import SUM, Sequence
+from tests.ops.test_operators import dense_attention, dense_scores
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops import AttentionBatch, HeadPages, LatentKVCache, Rows, ScoreMode, ScoreUpdate, SequenceLayers
+from vllm_kvmerge.ops import AttentionBatch, HeadPages, LatentKVCache, Rows, SequenceLayers
 
 SIZE, VALUE, BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS = 576, 512, 16, 24, 4
 SCALE = 96**-0.5
@@ -46,23 +48,17 @@ def test_attention_over_front_and_tail(num_queries):
     cache.scores.uniform_()
     query = torch.randn(num_queries, NUM_HEADS, SIZE)
     slots = torch.cat([torch.arange(front), torch.arange(tail, seq_len)])
-    votes = cache.log_votes[blocks[slots // BLOCK_SIZE], 0, slots % BLOCK_SIZE].double()
-    scores = cache.scores[blocks[slots // BLOCK_SIZE], 0, slots % BLOCK_SIZE].double()
-    votes[front:], scores[-num_queries:] = 0.0, 0.0
-    latents = entries(cache, blocks, slots)
-    logits = torch.einsum("qhd,nd->hqn", query.double() * SCALE, latents) + votes
-    visible = torch.ones(num_queries, len(slots), dtype=torch.bool).tril(len(slots) - num_queries)
-    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
-    expected = torch.einsum("hqn,nd->qhd", weights, latents[:, :VALUE])
-    for row in weights.sum(0):
-        scores = scores * 0.9 + row
+    where = blocks[slots // BLOCK_SIZE], 0, slots % BLOCK_SIZE
+    votes, before, latents = cache.log_votes[where], cache.scores[where], entries(cache, blocks, slots)
+    votes[front:] = 0.0
+    sequence = Sequence(front, tail, seq_len, blocks, latents[None], latents[None, :, :VALUE], votes[None].double())
+    expected, logits, probabilities = dense_attention(query, sequence, SCALE)
+    scores, _ = dense_scores(SUM, logits, probabilities, before[None], before[None], num_queries)
     output = torch.empty(num_queries, NUM_HEADS, VALUE)
-    update = ScoreUpdate(ScoreMode.SUM, 0.9)
-    batch = AttentionBatch.single(blocks, num_queries, seq_len, front, tail, update)
+    batch = AttentionBatch.single(blocks, num_queries, seq_len, front, tail, SUM)
     ops.paged_attention(query, cache, batch, SCALE, output)
     assert (output - expected).abs().max() < 1e-5
-    found = cache.scores[blocks[slots // BLOCK_SIZE], 0, slots % BLOCK_SIZE]
-    assert (found - scores).abs().max() < 1e-5
+    assert (cache.scores[where] - scores[0]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("has_pages", [False, True])
@@ -70,18 +66,15 @@ def test_evictions_move_whole_latents(has_pages):
     """Entries move among blocks that overlap, or to pages, and take their metadata with them."""
     layers = [make_cache(), make_cache()]
     blocks, front, seq_len, capacity = torch.randperm(NUM_BLOCKS)[:8], 20, 128, 40
-    located = SequenceLayers(layers, torch.tensor([1]), blocks[None], torch.tensor([[front, front, seq_len]]))
-    kept = torch.stack([torch.randperm(seq_len)[:capacity]])
-    expected = entries(layers[1], blocks, kept[0])
-    metadata = torch.randn(3, 1, capacity)
     destination: torch.Tensor | HeadPages = blocks[None, :3]
     if has_pages:
         pages = torch.tensor([[[NUM_BLOCKS * 2 - 1, 6, 3]]])  # of both layers
         others = {int(page) // 2 for page in pages.flatten()}
         blocks = torch.tensor([block for block in range(NUM_BLOCKS) if block not in others])[:8]
-        located = SequenceLayers(layers, torch.tensor([1]), blocks[None], located.segments)
-        expected = entries(layers[1], blocks, kept[0])
         destination = HeadPages(layers, pages, torch.tensor([[capacity]]))
+    located = SequenceLayers(layers, torch.tensor([1]), blocks[None], torch.tensor([[front, front, seq_len]]))
+    kept = torch.stack([torch.randperm(seq_len)[:capacity]])
+    expected, metadata = entries(layers[1], blocks, kept[0]), torch.randn(3, 1, capacity)
     ops.merge_entries(located, destination, kept, (*metadata, kept), Rows(kept[:, :0], None, None))
     for place in range(capacity):
         page, slot = divmod(place, BLOCK_SIZE)

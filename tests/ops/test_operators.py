@@ -10,7 +10,9 @@ import torch
 
 from tests import vllm_library
 from tests.ops.conftest import (
-    NUM_BLOCKS,
+    EMA,
+    MEAN,
+    SUM,
     TOLERANCE,
     CacheMaker,
     batch_of,
@@ -19,18 +21,8 @@ from tests.ops.conftest import (
     softmax_of,
     statistics,
 )
-from vllm_kvmerge.ops import (
-    PLAIN_SOFTMAX,
-    AttentionBatch,
-    PagedKVCache,
-    ScoreMode,
-    ScoreUpdate,
-    cell_bytes,
-    write_tokens,
-)
-from vllm_kvmerge.ops.types import PLANES, QUANTISED
-
-SUM, MEAN, EMA = ScoreUpdate(ScoreMode.SUM, 0.9), ScoreUpdate(ScoreMode.MEAN, 1.0), ScoreUpdate(ScoreMode.LOG_EMA, 0.8)
+from vllm_kvmerge.ops import PLAIN_SOFTMAX, AttentionBatch, PagedKVCache
+from vllm_kvmerge.ops.types import QUANTISED
 
 
 def dense_probabilities(logits, votes, softmax):
@@ -183,9 +175,7 @@ def _write_statistics(pages, sequence, scores, aux):
 @pytest.mark.parametrize("update", [SUM, MEAN, EMA], ids=["sum", "mean", "log_ema"])
 @pytest.mark.parametrize("window", [1, 40, 150])
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("plain", torch.float32), ("capped-sinks", torch.float32), ("plain", QUANTISED[0])],
-    ids=str,
+    ("kind", "dtype"), [("plain", torch.float32), ("capped-sinks", torch.float32), ("plain", QUANTISED[0])], ids=str
 )
 def test_prompt_scores_do_not_depend_on_chunks(operators, update, window, kind, dtype):
     maker = CacheMaker(7, 2, 32, 32, dtype)
@@ -207,29 +197,36 @@ def test_prompt_scores_do_not_depend_on_chunks(operators, update, window, kind, 
         assert torch.equal(aux.double(), expected[1])
 
 
-def check_repetition(operators, dtype, start, stop, sinks, weighted=False, per_head=False, kind="plain"):
+def check_repetition(
+    operators, dtype, start, stop, sinks, weighted=False, per_head=False, kind="plain", groups=3, head_size=64
+):
     """Probabilities among sinks, chunk and repetition, whatever lies between; in any parts."""
-    maker, context, scale = CacheMaker(8, 2, 64, 32, dtype), 101, 0.3
+    maker, context, scale = CacheMaker(8, 2, head_size, 32, dtype), 101, 0.3
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
-    query, softmax = maker.randn(150 - context, 6, 64).to(maker.query_dtype), softmax_of(maker, kind, 2, 3)
+    query = maker.randn(150 - context, 2 * groups, head_size).to(maker.query_dtype)
+    softmax = softmax_of(maker, kind, 2, groups)
     weights = maker.randn(len(query)).exp() if weighted else None
-    expected = torch.zeros(2, 3, stop - start, dtype=torch.float64)
-    for i, row in enumerate(query.double().unflatten(1, (2, 3))):
+    before = (0.1 * maker.randn(2 * groups if per_head else 2, 200) - 0.1).clamp(min=0.0)  # some are larger already
+    expected = torch.zeros(2, groups, stop - start, dtype=torch.float64)
+    for i, row in enumerate(query.double().unflatten(1, (2, groups))):
         counted = [*range(min(sinks, start)), *range(start, stop), *range(context, context + i + 1)]
         logits = dense_logits(scale * torch.einsum("hgd,hnd->hgn", row, sequence.keys[:, counted]), softmax)
         first, weight = min(sinks, start), 1.0 if weights is None else weights[i].double()
         probabilities = dense_probabilities(logits, None, softmax)
         expected = expected.maximum(probabilities[..., first : first + stop - start] * weight)
     expected = expected.flatten(0, 1) if per_head else expected.amax(1)
+    expected = expected.maximum(before[:, 17 : 17 + stop - start])
     for part in (20, 48, 49):
-        # Some rows of a wider plane, as the engine has them.
-        scores = torch.zeros(len(expected), 200)[:, 17 : 17 + stop - start]
+        plane = before.clone()
+        scores = plane[:, 17 : 17 + stop - start]  # of a wider plane, as the engine has them
         for first in range(0, 150 - context, part):
             some = query[first : first + part]
             where = context + first + len(some), context, start, sinks
             weight = None if weights is None else weights[first : first + part]
             operators.score_repetition(some, maker.pages, sequence.blocks, scale, *where, scores, weight, softmax)
         assert relative_error(scores, expected) < 1e-5
+        scores.copy_(before[:, 17 : 17 + stop - start])
+        assert torch.equal(plane, before)
     scores = torch.full_like(scores, 0.5)
     operators.score_repetition(
         torch.full_like(query, torch.nan), maker.pages, sequence.blocks, scale, 150, *where[1:], scores
@@ -256,20 +253,6 @@ def test_scores_of_a_repetition(operators, dtype, start, stop, sinks, weighted, 
     check_repetition(operators, dtype, start, stop, sinks, weighted, per_head, kind)
 
 
-def test_all_of_a_block_lies_in_it_if_a_cache_is_interleaved(operators):
-    maker = CacheMaker(4, 2, 32, 32, torch.bfloat16, interleaved=True)
-    assert maker.pages.is_interleaved and not CacheMaker(4, 2, 32, 32, torch.bfloat16).pages.is_interleaved
-    sequence = maker.sequence(front=40, tail=96, seq_len=150)
-    batch, query = batch_of([sequence], [1], [SUM]), maker.randn(1, 4, 32).to(torch.bfloat16)
-    operators.paged_attention(query, maker.pages, batch, 0.3, torch.empty_like(query))
-    used = sequence.blocks[sequence.blocks > 0].tolist()
-    others = [block for block in range(NUM_BLOCKS) if block not in used]
-    assert maker.cache[others].isnan().all() and not maker.pages.scores[used[:1]].isnan().any()
-    maker.cache[used] = 0
-    for name in PLANES:
-        assert not getattr(maker.pages, name)[used].any()
-
-
 @pytest.fixture
 def vllm_ops():
     """vLLM's operators for the CPU, loaded as vLLM does: its libraries register the same names, so two abort."""
@@ -293,46 +276,33 @@ def test_vllm_loads_the_library_that_is_asked_for(vllm_ops, request):
 )
 def test_vllm_operators_work_on_our_pages(operators, vllm_ops, dtype, head_size, kind):
     """vLLM's operators pack K and V as our pages do, leave the metadata alone and give the same attention."""
-    heads, groups, block_size, seq_len = 2, 3, 32, 75
+    heads, groups, seq_len = 2, 3, 75
     isa = "vec" if head_size % 32 == 0 else "vec16"
-    generator = torch.Generator().manual_seed(head_size)
-    elements = cell_bytes(head_size, dtype) // dtype.itemsize
-    ours = torch.zeros(8, heads, block_size, elements, dtype=dtype)
-    theirs = ours.clone()
-    pages, stock = PagedKVCache.of(ours, head_size), PagedKVCache.of(theirs, head_size)
-    softmax = softmax_of(CacheMaker(head_size, 1, 32, 32, dtype), kind, heads, groups)
-    for view in (pages, stock):
+    maker = CacheMaker(head_size, heads, head_size, 32, dtype)
+    maker.cache.zero_()
+    softmax, caches = softmax_of(maker, kind, heads, groups), (maker.cache, maker.cache.clone())
+    maker.pages, stock = (PagedKVCache.of(cache, head_size, row_major_keys=False) for cache in caches)
+    for view in (maker.pages, stock):
         view.scores.fill_(1.5)
-    blocks = torch.tensor([5, 2, 7], dtype=torch.int32)
-    slots = torch.arange(seq_len)
-    slot_mapping = blocks[slots // block_size].long() * block_size + slots % block_size
-    key, value = (torch.randn(seq_len, heads, head_size, generator=generator).to(dtype) for _ in range(2))
-    write_tokens(pages, slot_mapping, key, value)
+    sequence, slots = maker.sequence(0, 0, seq_len), torch.arange(seq_len)
+    slot_mapping = sequence.blocks[slots // 32].long() * 32 + slots % 32
+    key, value = (rows.transpose(0, 1).to(dtype) for rows in (sequence.keys, sequence.values))
     vllm_ops.cpu_attn_reshape_and_cache(key, value, stock.stock_keys, stock.values, slot_mapping, isa)
-    assert torch.equal(ours, theirs)
+    assert torch.equal(*caches)
     for num_queries in (1, seq_len):
-        query = torch.randn(num_queries, heads * groups, head_size, generator=generator).to(dtype)
+        query = maker.randn(num_queries, heads * groups, head_size).to(dtype)
         start_loc = torch.tensor([0, num_queries], dtype=torch.int32)
         seq_lens = torch.tensor([seq_len], dtype=torch.int32)
         scale = head_size**-0.5
         metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=heads * groups,
-            num_kv_heads=heads,
-            head_dim=head_size,
-            seq_lens=seq_lens,
-            dtype=dtype,
-            query_start_loc=start_loc,
-            causal=True,
-            sliding_window_size=-1,
-            isa=isa,
-            enable_kv_split=True,
-        )
+            num_reqs=1, num_heads=heads * groups, num_kv_heads=heads, head_dim=head_size, seq_lens=seq_lens,
+            dtype=dtype, query_start_loc=start_loc, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=True,
+        )  # fmt: skip
         expected, output = torch.empty_like(query), torch.empty_like(query)
         vllm_ops.cpu_attention_with_kv_cache(
             query, stock.stock_keys, stock.values, expected, start_loc, seq_lens, scale, True, None, -1,
-            blocks[None], softmax.cap, metadata, None if softmax.sinks is None else softmax.sinks.flatten(),
+            sequence.blocks[None], softmax.cap, metadata, None if softmax.sinks is None else softmax.sinks.flatten(),
         )  # fmt: skip
-        batch = AttentionBatch.single(blocks, num_queries, seq_len)
-        operators.paged_attention(query, pages, batch, scale, output, softmax)
+        batch = AttentionBatch.single(sequence.blocks, num_queries, seq_len)
+        operators.paged_attention(query, maker.pages, batch, scale, output, softmax)
         assert relative_error(output, expected) < TOLERANCE[dtype]

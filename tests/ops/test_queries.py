@@ -8,25 +8,21 @@ import torch
 from vllm_kvmerge.ops import cpu, reference
 
 LAYERS = 3
-INTERPRETED = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
 NATIVE = ["native"] if cpu.LIBRARY.exists() else []
-ON_GPU = ["triton-gpu"] if torch.cuda.is_available() and not INTERPRETED else []
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = ["triton"] if INTERPRETED else ["triton-gpu"] if torch.cuda.is_available() else []
 
 
-@pytest.fixture(params=["plain-torch", *NATIVE, *INTERPRETED, *ON_GPU])
-def keeping(request):
-    """The operator, and the device that its tensors are on."""
-    device = torch.device("cuda" if request.param == "triton-gpu" else "cpu")
-    if "triton" in request.param:
-        return pytest.importorskip("vllm_kvmerge.ops.triton").keep_queries, device
-    return (cpu if request.param == "native" else reference).keep_queries, device
-
-
+@pytest.mark.parametrize("implementation", ["plain-torch", *NATIVE, *TRITON])
 @pytest.mark.parametrize("heads", [(4, 32), (1, 16), (7, 80), (64, 128), (3, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_queries_go_where_addresses_say(keeping, dtype, heads):
+def test_queries_go_where_addresses_say(implementation, dtype, heads):
     """All others stay, whichever the layer, wherever the queries lie in the batch, and however they are strided."""
-    keep, device = keeping
+    device = torch.device("cuda" if implementation == "triton-gpu" else "cpu")
+    if "triton" in implementation:
+        keep = pytest.importorskip("vllm_kvmerge.ops.triton").keep_queries
+    else:
+        keep = (cpu if implementation == "native" else reference).keep_queries
     places = torch.zeros(6, LAYERS, *heads, dtype=dtype, device=device)
     wanted = torch.zeros_like(places)
     # Heads of a query beside those of a key, as a model computes them.

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from tests.ops.conftest import module_of
+from tests.ops.conftest import cuda_module
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from tests.ops.conftest import module_of
 )
 def test_all_tools_run_and_what_they_find_is_said(memcheck, racecheck, status, message, monkeypatch, capfd, tmp_path):
     """By a program in the place of compute-sanitizer."""
-    calls, program, sanitize = tmp_path / "calls", tmp_path / "compute-sanitizer", module_of("sanitize")
+    calls, program, sanitize = tmp_path / "calls", tmp_path / "compute-sanitizer", cuda_module("sanitize")
     program.write_text(
         f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" >> {calls}\n'
         f"case $2 in memcheck) exit {memcheck};; racecheck) exit {racecheck};; esac\n"
@@ -30,11 +30,11 @@ def test_all_tools_run_and_what_they_find_is_said(memcheck, racecheck, status, m
     assert sanitize.main([]) == status
     assert message in "".join(capfd.readouterr())
     lines = calls.read_text().splitlines()
-    assert all(line.startswith("1 --tool ") and "_head_pages.py -k cuda-gpu or on-gpu" in line for line in lines)
+    assert all(line.startswith("1 --tool ") and "test_cuda.py -k cuda-gpu or on-gpu" in line for line in lines)
     assert status == 2 or [line.split()[2] for line in lines] == list(sanitize.TOOLS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_exits_with_2(capfd):
-    assert module_of("sanitize").main([]) == 2
+    assert cuda_module("sanitize").main([]) == 2
     assert capfd.readouterr().err.startswith("the CUDA operators are not checked: there is no ")

@@ -9,22 +9,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
+from triton.runtime.jit import native_specialize_impl
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -51,24 +41,16 @@ class Launch:
     def source(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
         """(signature, constants, attributes), specialised as Triton does: None, ones, and multiples of 16."""
         signature, constants, attributes = {}, {}, {}
-        constexprs = {param.name for param in self.kernel.params if param.is_constexpr}
-        any_value = {param.name for param in self.kernel.params if param.do_not_specialize}
-        anywhere = any_value | {param.name for param in self.kernel.params if param.do_not_specialize_on_alignment}
-        for place, name in enumerate(self.kernel.arg_names):
-            value = self.arguments[name]
-            is_one = type(value) is int and value == 1 and name not in any_value
-            if name in constexprs or value is None or is_one:
-                signature[name], constants[name] = "constexpr", value
-                continue
-            if isinstance(value, torch.Tensor):
-                signature[name] = TYPES[value.dtype]
-                # As PyTorch allocates on a GPU: what begins a tensor's memory is aligned.
-                divisible = name not in anywhere and value.storage_offset() * value.element_size() % 16 == 0
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
-                divisible = isinstance(value, int) and value % 16 == 0 and name not in anywhere
-            if divisible:
-                attributes[(place,)] = [["tt.divisibility", 16]]
+        for place, param in enumerate(self.kernel.params):
+            value, kind, attribute = self.arguments[param.name], "constexpr", None
+            if not param.is_constexpr:
+                rules = False, not param.do_not_specialize, not param.do_not_specialize_on_alignment
+                kind, attribute = native_specialize_impl(BaseBackend, value, *rules)
+            signature[param.name] = kind
+            if kind == "constexpr":
+                constants[param.name] = value
+            elif attribute:
+                attributes[(place,)] = BaseBackend.parse_attr(attribute)
         return signature, constants, attributes
 
 

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests import preloaded
 from tests.processes import end_with_tests
@@ -46,14 +47,14 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
+    def samples(self) -> list[Sample]:
+        text = httpx.get(self.url + "/metrics", timeout=120).text
+        return [one for family in text_string_to_metric_families(text) for one in family.samples]
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry these labels."""
-        total = 0.0
-        for line in httpx.get(self.url + "/metrics", timeout=120).text.splitlines():
-            match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
-            if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
-                total += float(match[2])
-        return total
+        samples = (one for one in self.samples() if one.name == name)
+        return sum(one.value for one in samples if labels.items() <= one.labels.items())
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -87,9 +88,8 @@ def send(app: Any, method: str, path: str, **request: Any) -> httpx.Response:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that no connection or test beside this one is given meanwhile.
+    """A port that nobody listens on, nor is given meanwhile: the system hands out those above 32767 to whoever asks.
 
-    The system hands ports above 32767 to whoever asks for any: one of those may be taken before a server listens.
     Workers of pytest-xdist are forks with one state of ``random``, and two servers of vLLM may listen on one port.
     """
     while True:
@@ -99,8 +99,8 @@ def free_port() -> int:
             return port
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+def wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -114,14 +114,12 @@ OPTIONS = (
 ONE_PROCESS_PER_ENGINE = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 """The worker in its engine's process, as vLLM has it on a GPU. Without it, a worker on the CPU has its own."""
 
-
 OURS = ("-m", "vllm_kvmerge.cli", "serve", "demo")
 
 VLLM = Path(__file__).parents[2] / "benchmarks" / "vllm_command.py"
 """The program of vLLM's own command, whose CPU build has another name than it asks for."""
 
 
-@contextmanager
 def running(
     *options: str,
     command: Sequence[str] = OURS,
@@ -129,7 +127,7 @@ def running(
     first: Callable[[], None] = end_with_tests,
     from_scratch: bool = False,
     **variables: str,
-) -> Iterator[tuple[subprocess.Popen, list[str], threading.Thread]]:
+) -> AbstractContextManager[tuple[subprocess.Popen, list[str], threading.Thread]]:
     """``vllm-kvmerge serve demo`` with these options, and its log as it grows; stopped at the end if need be.
 
     command: words after the interpreter's name. interpreter: of another environment; then from_scratch. first: what it
@@ -137,8 +135,7 @@ def running(
     more of its environment.
     """
     words = [str(interpreter), *command, *OPTIONS, *options]
-    with logged(words, subprocess.Popen if from_scratch else preloaded.Popen, first, **variables) as all_of_it:
-        yield all_of_it
+    return logged(words, subprocess.Popen if from_scratch else preloaded.Popen, first, **variables)
 
 
 @contextmanager
@@ -172,10 +169,8 @@ def serving(*options: str, ready: str = "ready on", **more: Any) -> Iterator[Ser
     """A server that is ready, which its log says in these words; ``more`` as for ``running``."""
     port, scheme = free_port(), "https" if "--ssl-certfile" in options else "http"
     with running("--port", str(port), *options, **more) as (process, log, reader):
-        deadline = time.monotonic() + 400
-        while not any(ready in line for line in log):
-            assert process.poll() is None and time.monotonic() < deadline, "".join(log[-40:])
-            time.sleep(0.2)
+        wait_until(lambda: process.poll() is not None or any(ready in line for line in log), 400)
+        assert process.poll() is None, "".join(log[-40:])
         yield Server(f"{scheme}://127.0.0.1:{port}", process, log, reader)
 
 

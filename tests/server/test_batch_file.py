@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi.responses import JSONResponse
@@ -29,8 +30,7 @@ def run(folder: Path, bodies: dict[str, dict[str, Any]], *options: str) -> dict[
     """The answers to requests, by their ids."""
     questions, answers = folder / "in.jsonl", folder / "out.jsonl"
     base = {"model": "demo", "messages": [{"role": "user", "content": LONG}], "max_tokens": 4}
-    request = {"method": "POST", "url": CHAT_ROUTE}
-    lines = [request | {"custom_id": name, "body": base | body} for name, body in bodies.items()]
+    lines = [{"custom_id": name, "method": "POST", "url": CHAT_ROUTE, "body": base | bodies[name]} for name in bodies]
     questions.write_text("\n".join(map(json.dumps, lines)))
     model = ("--model", demo.model_path(), "--served-model-name", "demo", "--kv-cache-memory-bytes", "64M")
     command = [sys.executable, str(VLLM), "run-batch", "-i", str(questions), "-o", str(answers), *model, *options]
@@ -66,17 +66,13 @@ def test_requests_are_compressed_refused_and_reported(tmp_path):
     assert "unknown policy 'nope'" in errors["unknown"]["message"] and errors["stream"]["param"] == "stream"
 
 
-class Refusing:
-    """vLLM's handler of chats, which refuses all of them."""
-
-    async def create_chat_completion(self, request: ChatCompletionRequest) -> ErrorResponse:
-        return ErrorResponse(error=ErrorInfo(message="too long", type="BadRequestError", code=422))
-
-
 def test_a_refused_request_has_the_status_of_its_refusal():
+    refusal = ErrorResponse(error=ErrorInfo(message="too long", type="BadRequestError", code=422))
+
     async def answer(**field: Any) -> JSONResponse:
         around = await start(SimpleNamespace(vllm_config=SimpleNamespace(additional_config=None)))
-        handler = around(Refusing().create_chat_completion, CHAT_ROUTE)
+        vllms = SimpleNamespace(create_chat_completion=AsyncMock(return_value=refusal))
+        handler = around(SimpleNamespace(__self__=vllms), CHAT_ROUTE)
         return await handler(ChatCompletionRequest(messages=[{"role": "user", "content": LONG}], **field))
 
     for field, status, said in (({}, 422, "too long"), ({EXTRA_ARGS_KEY: LOCAL}, 400, "not read by this server")):

@@ -79,7 +79,8 @@ def test_a_prompt_is_kept_and_asked(server, contexts_dir):
     assert kept["kv_compression"] == kept["kv_compression"] | FIELD
     listed = httpx.get(server.url + ROUTE).json()
     assert listed == {"object": "list", "data": [kept | {"seconds": None}]}
-    assert httpx.get(f"{server.url}{ROUTE}/{kept['id']}").json() == kept | {"seconds": None}
+    address = f"{server.url}{ROUTE}/{kept['id']}"
+    assert httpx.get(address).json() == kept | {"seconds": None}
 
     named, found = {"kv_compression": {"context": kept["id"]}}, server.metric("vllm:kvmerge_context_hit_tokens_total")
     for prompt in (QUESTION, question):
@@ -92,15 +93,12 @@ def test_a_prompt_is_kept_and_asked(server, contexts_dir):
     in_text = {"vllm_xargs": {"kv_compression": json.dumps({"context": kept["id"]} | FIELD)}}
     assert_said(ask(server, prompt=QUESTION, **in_text), expected)
     # Others with the same tokens and policy find it too.
-    answer = ask(server, prompt=tokens + question, kv_compression=ordinary["kv_compression"])
-    assert_said(answer, expected)
-    assert cached(answer) == len(tokens)
+    assert cached(ask(server, prompt=tokens + question, kv_compression=ordinary["kv_compression"])) == len(tokens)
     several = ask(server, prompt=[QUESTION, question, " remember"], **named).json()["choices"]
     assert [one["text"] for one in several[:2]] == [expected[0]] * 2 and len(several) == 3
     chunks = events(ask(server, prompt=QUESTION, **named, stream=True))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected[0]
 
-    address = f"{server.url}{ROUTE}/{kept['id']}"
     assert httpx.delete(address).json() == {"id": kept["id"], "object": "kv_context", "deleted": True}
     for answer in (ask(server, prompt=QUESTION, **named), httpx.delete(address)):
         assert answer.status_code == 404 and kept["id"] in answer.json()["error"]["message"]
@@ -109,7 +107,6 @@ def test_a_prompt_is_kept_and_asked(server, contexts_dir):
 
 @pytest.mark.parametrize("field", [{"budget": 0.3}, FIELD | {"protect": {"messages": ["user"]}, "budget": 0.3}])
 def test_a_chat_goes_on_after_the_messages_that_are_kept(server, field):
-    """Without a policy too, which is then the one for questions that come later."""
     chats = "/v1/chat/completions"
     whole = {"messages": MESSAGES + ASKED, "cache_salt": "other"}
     expected = said(ask(server, chats, kv_compression=field | {"context_messages": 2}, **whole, logprobs=True))
@@ -127,26 +124,23 @@ def test_a_chat_goes_on_after_the_messages_that_are_kept(server, field):
 
 
 def test_what_renders_the_messages_is_kept_with_them(server):
-    """Definitions of tools, which come first."""
     tools = [{"type": "function", "function": {"name": "recall", "parameters": {"type": "object", "properties": {}}}}]
     kept = keep(server, messages=MESSAGES, tools=tools, chat_template_kwargs={"enable_thinking": False})
     assert kept["tokens"] == len(tokens_of(server, messages=MESSAGES, tools=tools, add_generation_prompt=False))
+    body = {"messages": ASKED, "tool_choice": "none", "kv_compression": {"context": kept["id"]}, "logprobs": False}
     for more in ({"tools": tools}, {}):
-        body = {"messages": ASKED, "tool_choice": "none", "kv_compression": {"context": kept["id"]}} | more
-        assert cached(ask(server, "/v1/chat/completions", **body, logprobs=False)) == kept["tokens"]
+        assert cached(ask(server, "/v1/chat/completions", **body, **more)) == kept["tokens"]
 
 
 def test_a_context_is_seen_under_its_salt_alone(server):
     mine, others = keep(server, cache_salt="mine"), keep(server)
     address = f"{server.url}{ROUTE}/{mine['id']}"
     named = {"prompt": QUESTION, "kv_compression": {"context": mine["id"]}}
-    for salt in (None, "another"):
-        params = {} if salt is None else {"cache_salt": salt}
+    for params, seen in (({}, [others["id"]]), ({"cache_salt": "another"}, [])):
         assert httpx.get(address, params=params).status_code == 404
         assert httpx.delete(address, params=params).status_code == 404
         assert ask(server, **named, **params).status_code == 404
-        listed = [one["id"] for one in httpx.get(server.url + ROUTE, params=params).json()["data"]]
-        assert listed == ([others["id"]] if salt is None else [])
+        assert [one["id"] for one in httpx.get(server.url + ROUTE, params=params).json()["data"]] == seen
     params = {"cache_salt": "mine"}
     assert httpx.get(address, params=params).json()["id"] == mine["id"]
     assert cached(ask(server, **named, **params)) == mine["tokens"]
@@ -166,13 +160,11 @@ def test_a_context_is_seen_under_its_salt_alone(server):
         ({"model": "nope"}, 404, "The model `nope` does not exist"),
         ({"model": "nope", "prompt": None, "messages": MESSAGES}, 404, "The model `nope` does not exist"),
         ({"prompt": [2] * 5000}, 400, "maximum context length"),
-        ({"prompt": [10**6]}, 400, "10000"),
         ({"prompt": None}, 400, "give either prompt or messages"),
         ({"messages": MESSAGES}, 400, "give either prompt or messages"),
         ({"tools": []}, 400, "tools goes with messages alone"),
         ({"prompt": None, "messages": [{"role": "user"}]}, 400, ""),
         ({"ttl": 0}, 400, "greater than 0"),
-        ({"temperature": 0}, 400, "temperature"),
         ({"cache_salt": ""}, 400, "cache_salt"),
     ],
 )
@@ -216,8 +208,7 @@ def test_clients_keep_contexts_by_their_route_alone(server, stream):
     asked = {"vllm_xargs": {"kvmerge_context": json.dumps({"id": "ctx-1", "ttl": None, "info": {}})}, "stream": stream}
     for path, body in (
         ("/v1/completions", {"prompt": FACTS}),
-        ("/v1/chat/completions", {"messages": MESSAGES}),
-        ("/v1/completions", {"prompt": FACTS, "kv_compression": FIELD}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "kv_compression": FIELD}),
         ("/invocations", {"prompt": FACTS}),
     ):
         response = ask(server, path, **body, **asked, logprobs=None)
@@ -227,7 +218,6 @@ def test_clients_keep_contexts_by_their_route_alone(server, stream):
 
 
 def test_contexts_have_a_share_of_the_pool_and_a_time(server, contexts_dir):
-    """What is held, and by what, is said to those whose own it is."""
     large = {"kv_compression": {"policy": "knorm", "budget": 0.9}}
     kept = keep(server, prompt=[2, *[5] * 640], **large)["id"]
     body = {"model": "demo", "prompt": [2, *[9] * 640], **large}

@@ -22,9 +22,9 @@ def app_with(answer) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(DrainingMiddleware)])
 
 
-def draining(app: Starlette, shutdown) -> SimpleNamespace:
-    """An engine that the application stops so."""
-    engine = SimpleNamespace(shutdown=lambda timeout: shutdown(timeout))
+def draining(app: Starlette, stopped: list[float]) -> SimpleNamespace:
+    """An engine that the application stops. stopped: times that it is given."""
+    engine = SimpleNamespace(shutdown=lambda timeout: stopped.append(timeout))
     drain_first(engine, app.state)
     return engine
 
@@ -37,7 +37,6 @@ def posted(app: Starlette, texts: list[str]) -> threading.Thread:
 
 
 def test_the_engine_stops_when_all_have_been_answered():
-    """Both parts of it: with an answer under way, and with one that takes longer than there is time."""
     begun, go_on = threading.Event(), threading.Event()
 
     def answer(_):
@@ -48,7 +47,7 @@ def test_the_engine_stops_when_all_have_been_answered():
     for timeout, waits in ((60, True), (0.1, False), (0, False)):
         app, stopped, answered = app_with(answer), [], []
         begun.clear(), go_on.clear()
-        engine, poster = draining(app, stopped.append), posted(app, answered)
+        engine, poster = draining(app, stopped), posted(app, answered)
         assert begun.wait(60)
         stopper = threading.Thread(target=engine.shutdown, args=(timeout,))
         stopper.start()
@@ -73,7 +72,7 @@ def test_a_stream_that_is_cut_off_ends_with_an_error():
         await asyncio.Event().wait()
 
     app = app_with(lambda _: StreamingResponse(events(), media_type="text/event-stream"))
-    engine, poster = draining(app, lambda timeout: None), posted(app, answered)
+    engine, poster = draining(app, []), posted(app, answered)
     assert begun.wait(60)
     engine.shutdown(timeout=0)
     poster.join(60)
@@ -85,7 +84,7 @@ def test_a_stream_that_is_cut_off_ends_with_an_error():
 def test_the_thread_that_answers_does_not_wait_for_itself():
     app, stopped = app_with(None), []
     app.state.kvmerge_answering = {object()}
-    engine = draining(app, stopped.append)
+    engine = draining(app, stopped)
 
     async def stop() -> None:
         engine.shutdown(timeout=600)

@@ -2,9 +2,9 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,10 +48,12 @@ def test_what_the_server_cannot_do(server, config: str, tmp_path: Path, capsys: 
 
 
 class Failing(BaseHTTPRequestHandler):
-    """A server that fails when it is asked for compression, and reports no usage."""
+    """A server that fails when it is asked for compression, and reports no usage.
 
-    policies_status, most_keys = 200, 1000
-    keys: list[str | None] = []
+    policies_status: of its list of policies. most: requests after which it closes all connections.
+    """
+
+    policies_status, most, keys = 200, 1000, list[str | None]()
 
     def answer(self, status: int, body: object) -> None:
         self.send_response(status)
@@ -66,7 +68,7 @@ class Failing(BaseHTTPRequestHandler):
     def do_POST(self) -> None:  # noqa: N802
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.keys.append(self.headers.get("Authorization"))
-        if len(self.keys) > self.most_keys:
+        if len(self.keys) > self.most:
             self.connection.close()
         elif body["kv_compression"]["policy"] == "full":
             self.answer(200, {"choices": [{"text": "1 2 3 4"}]})
@@ -77,52 +79,30 @@ class Failing(BaseHTTPRequestHandler):
         pass
 
 
-class Stock(Failing):
-    """One that knows nothing of compression."""
-
-    policies_status = 404
-
-
-class Leaving(Failing):
-    """One that closes all connections but the first ones."""
-
-    most_keys = 5
-
-
-@pytest.fixture
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of the server that a test names."""
-    request.param.keys = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), request.param) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.mark.parametrize("url", [Stock], indirect=True)
-def test_a_server_that_would_ignore_the_policy(url, config, tmp_path, capsys) -> None:
-    assert main(["eval", config, "--endpoint", url, "--output", str(tmp_path / "out")]) == 2
-    assert "does not run vllm-kvmerge: it would ignore kv_compression" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("url", [Failing], indirect=True)
-def test_a_server_that_fails(url, config, tmp_path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("of_server", "status", "said"),
+    [
+        ({"policies_status": 404}, 2, ["does not run vllm-kvmerge: it would ignore kv_compression"]),
+        (
+            {},
+            1,
+            ["snapkv | 64, sample 5: HTTP 500: overheated", "snapkv | 64: 0 of 6 samples, 6 failed"],
+        ),
+        ({"most": 5}, 1, ["cannot be reached", "| full: 1 of 6 samples", "| snapkv | 64: 0 of 6 samples"]),
+    ],
+    ids=["stock", "failing", "leaving"],
+)
+def test_another_server(config, tmp_path, capsys, monkeypatch, of_server, status, said) -> None:
     monkeypatch.setenv("KEY_OF_MINE", "secret")
-    options = ["--endpoint", url, "--tokenizer", demo.model_path(), "--api-key-env", "KEY_OF_MINE"]
-    assert main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
-    printed = capsys.readouterr()
-    assert f"facts=4 | snapkv | 64, sample {SAMPLES - 1}: HTTP 500: overheated" in printed.err
-    assert f"facts=4 | snapkv | 64: 0 of {SAMPLES} samples, {SAMPLES} failed" in printed.err
-    assert "not measured" in printed.out
-    assert set(Failing.keys) == {"Bearer secret"}
+    handler: Any = type("Handler", (Failing,), of_server | {"keys": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = ["--endpoint", f"http://127.0.0.1:{server.server_port}", "--tokenizer", demo.model_path()]
+        options += ["--api-key-env", "KEY_OF_MINE", "--concurrency", "1", "--output", str(tmp_path / "out")]
+        assert main(["eval", config, *options]) == status
+        server.shutdown()
+    printed = capsys.readouterr().err
+    assert all(one in printed for one in said), printed
+    assert set(handler.keys) == {"Bearer secret"}
     for path in (tmp_path / "out").rglob("*.*"):
         assert path.is_dir() or "secret" not in path.read_text()
-
-
-@pytest.mark.parametrize("url", [Leaving], indirect=True)
-def test_a_server_that_goes_away(url, config, tmp_path, capsys) -> None:
-    options = ["--endpoint", url, "--tokenizer", demo.model_path(), "--concurrency", "1"]
-    assert main(["eval", config, "--output", str(tmp_path / "out"), *options]) == 1
-    printed = capsys.readouterr().err
-    assert "cannot be reached" in printed
-    assert "| full: 1 of 6 samples" in printed and "| snapkv | 64: 0 of 6 samples" in printed

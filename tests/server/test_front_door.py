@@ -6,8 +6,8 @@ import os
 import re
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -105,21 +105,18 @@ def test_the_documented_request_over_tls(guarded: Server, certificate: Path) -> 
 
 def test_the_field_is_honoured_or_refused_on_every_route(client: httpx.Client, parsing: set[str]) -> None:
     places = [{"kv_compression": INVALID}, {"vllm_xargs": {"kv_compression": json.dumps(INVALID)}}]
-    types = ["application/json", "application/json; charset=utf-16", "application/x+json", "text/plain", ""]
-    for path, place, content_type in itertools.product(parsing, places, types):
-        headers = {"Content-Type": content_type} if content_type else {}
+    for path, place, kind in itertools.product(parsing, places, ["application/json", "text/plain", ""]):
+        headers = {"Content-Type": kind} if kind else {}
         answer = client.post(path, content=json.dumps(BODY | place), headers=headers)
-        assert answer.status_code == 400, (path, content_type)
-        if content_type == "application/json":
-            assert "kv_compression" in answer.json()["error"]["param"]
+        assert answer.status_code == 400, (path, kind)
+        assert kind != "application/json" or "kv_compression" in answer.json()["error"]["param"]
 
 
 def test_json_beyond_the_limits_is_refused_on_every_route(client: httpx.Client, parsing: set[str]) -> None:
-    for path in parsing:
-        for name, value in {"x": "[" * 100_000, "seed": "1" * 5000, "max_tokens": "1" * 5000}.items():
-            answer = client.post(path, content=json.dumps(BODY)[:-1] + f', "{name}": {value}}}', headers=JSON)
-            assert answer.status_code == 400, (path, name)
-            assert name != "x" or f"{MAX_DEPTH} levels" in answer.json()["error"]["message"], path
+    for path, (name, value) in itertools.product(parsing, {"x": "[" * 100_000, "seed": "1" * 5000}.items()):
+        answer = client.post(path, content=json.dumps(BODY)[:-1] + f', "{name}": {value}}}', headers=JSON)
+        assert answer.status_code == 400, (path, name)
+        assert name != "x" or f"{MAX_DEPTH} levels" in answer.json()["error"]["message"], path
 
 
 def test_deep_text_in_a_string_is_refused(client: httpx.Client) -> None:
@@ -129,24 +126,9 @@ def test_deep_text_in_a_string_is_refused(client: httpx.Client) -> None:
     check_refused(answer, None, "too deep")
 
 
-def peak_memory(server: Server) -> int:
-    """The API server's highest resident set, in bytes."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
-
-
-def test_a_huge_body_is_not_kept(guarded: Server, client: httpx.Client) -> None:
-    Path(f"/proc/{guarded.process.pid}/clear_refs").write_text("5")  # the peak is what is held now
-    before = peak_memory(guarded)
+def test_a_body_over_the_limit_is_refused(client: httpx.Client) -> None:
     answer = client.post("/invocations", content=(b" " * (1 << 20) for _ in range(400)), headers=JSON)
     check_refused(answer, None, "--max-body-bytes", 413)
-    assert peak_memory(guarded) - before < 32 << 20
-    assert client.post("/tokenize", json={"model": "demo", "prompt": "recall"}).status_code == 200
-
-
-def test_a_repeated_header_is_refused(client: httpx.Client) -> None:
-    answer = client.post("/v1/completions", content="{}", headers=[*JSON.items(), ("Content-Type", "text/plain")])
-    check_refused(answer, None, "the header content-type comes more than once")
 
 
 def test_a_rendered_request_carries_the_field(guarded: Server, client: httpx.Client) -> None:
@@ -176,25 +158,26 @@ def test_a_server_that_is_told_to_stop_finishes_its_stream(guarded: Server, clie
     """The last test here: whoever comes late is sent away, and all that was logged has its request's id."""
     without_key = httpx.post(guarded.url + "/v1/completions", json=BODY)
     children = psutil.Process(guarded.process.pid).children(recursive=True)
-    late, refusals, events = {}, [], []
 
-    def come_late() -> None:
+    def come_late() -> tuple[dict[str, int], httpx.Response]:
         wait_until(lambda: client.get("/health").status_code != 200)
-        late.update({path: client.get(path).status_code for path in ("/health", "/ping", "/metrics")})
-        refusals.append(client.post("/v1/completions", json=BODY))
+        late = {path: client.get(path).status_code for path in ("/health", "/ping", "/metrics")}
+        return late, client.post("/v1/completions", json=BODY)
 
     body = {
         "model": "demo", "prompt": "recall", "max_tokens": 500, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True}, "kv_compression": {"policy": "keepkv", "budget": 128},
     }  # fmt: skip
-    other = threading.Thread(target=come_late)
-    with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "drained-1"}) as answer:
-        for line in filter(None, answer.iter_lines()):
-            events.append(line.removeprefix("data: "))
-            if len(events) == 20:
-                guarded.process.send_signal(signal.SIGTERM)
-                other.start()
-    other.join(60)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "drained-1"}) as answer,
+    ):
+        lines = filter(None, answer.iter_lines())
+        first = list(itertools.islice(lines, 20))
+        guarded.process.send_signal(signal.SIGTERM)
+        comes_late = pool.submit(come_late)
+        events = [line.removeprefix("data: ") for line in [*first, *lines]]
+        late, refusal = comes_late.result()
     client.close()  # an open connection with TLS would hold the server's end up for 30 seconds
     assert guarded.process.wait(180) == 0
     wait_until(lambda: not any(child.is_running() for child in children))
@@ -204,7 +187,6 @@ def test_a_server_that_is_told_to_stop_finishes_its_stream(guarded: Server, clie
     assert done == "[DONE]" and len(events) > 300
     assert json.loads(usage)["usage"]["completion_tokens"] == 500
     assert late == {"/health": 503, "/ping": 503, "/metrics": 200}
-    (refusal,) = refusals
     assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")
 
     log = [json.loads(line) for line in guarded.log if line.startswith("{")]

@@ -16,7 +16,7 @@ from vllm_kvmerge.engine.validation import PREFIX, Prefix, check_prompt
 from vllm_kvmerge.policies.fields import MAX_RANGES
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 from vllm_kvmerge.request.recommended import recommendations
-from vllm_kvmerge.server.messages import RenderingError, locate
+from vllm_kvmerge.server.messages import CONTEXT, RenderingError, locate
 
 ROLES = ["system", "user", "assistant", "user"]
 MESSAGES = [{"role": role, "content": f"words of {index}"} for index, role in enumerate(ROLES)]
@@ -43,24 +43,19 @@ def render(template: str, **body: Any) -> str:
     return jinja2.Environment().from_string(template).render(**body, **{"raise": refuse})
 
 
-def tokenizer(template: str, asked: list[dict[str, Any]] | None = None) -> Any:
-    """A token per character of what the template renders."""
+def locate_by(
+    field: dict[str, Any], request: dict[str, Any], template: str = TURNS, asked: list[dict[str, Any]] | None = None
+) -> tuple[dict[str, Any], Prefix]:
+    """What ``locate`` makes of a field of the policy local, with a token per character of what the template renders."""
+    config = parse_compression({"policy": "local", **field})
+    assert config is not None
 
     async def tokenize(body: dict[str, Any]) -> list[int]:
         if asked is not None:
             asked.append(body)
         return [ord(letter) for letter in render(template, **body)]
 
-    return tokenize
-
-
-def locate_by(
-    field: dict[str, Any], request: dict[str, Any], template: str = TURNS, asked: list[dict[str, Any]] | None = None
-) -> tuple[dict[str, Any], Prefix]:
-    """What ``locate`` makes of a field of the policy local."""
-    config = parse_compression({"policy": "local", **field})
-    assert config is not None
-    value, prefix = asyncio.run(locate(config, request, tokenizer(template, asked)))
+    value, prefix = asyncio.run(locate(config, request, tokenize))
     replaced = parse_compression(value)
     assert replaced is not None and not replaced.names_messages and value["policy"] == "local"
     return value, prefix
@@ -123,17 +118,15 @@ def test_what_cannot_be_located_is_refused(template):
         copy_context().run(check)
 
 
-@pytest.mark.parametrize(
-    ("protected", "context", "counts"), [([1, 2], 2, [1, 2, 3]), ([0], 4, [1, 4]), ([3], 1, [1, 3, 4])]
-)
+@pytest.mark.parametrize(("protected", "context", "counts"), [([0], 4, [1, 4]), ([3], 1, [1, 3, 4])])
 def test_a_context_and_protected_messages_share_renderings(protected, context, counts):
     asked: list[dict[str, Any]] = []
-    field = {"context_messages": context, "protect": {"messages": protected, "tokens": [[0, 2]]}}
+    field = {CONTEXT: context, "protect": {"messages": protected, "tokens": [[0, 2]]}}
     value, prefix = locate_by(field, {"messages": MESSAGES}, asked=asked)
     assert [len(body["messages"]) for body in asked] == counts
     assert value["context_tokens"] == len(render(TURNS, messages=MESSAGES[:context]))
-    assert value["protect"] == locate_by(field | {"context_messages": None}, {"messages": MESSAGES})[0]["protect"]
-    assert prefix.field == ("context_messages" if context == counts[-1] else "protect.messages")
+    assert value["protect"] == locate_by(field | {CONTEXT: None}, {"messages": MESSAGES})[0]["protect"]
+    assert prefix.field == (CONTEXT if context == counts[-1] else "protect.messages")
 
 
 @pytest.mark.parametrize("messages", [None, "text", [], [1], [{"role": 3}], [{}] * 4])
@@ -178,6 +171,8 @@ CHAT = [
     {"role": "user", "content": " ".join(f"remember fiso {2000 + i}." for i in range(150)) + " recall gofu"},
 ]
 
+UNFINISHED = {"messages": CHAT[:3], "add_generation_prompt": False, "continue_final_message": True}
+
 
 def chat(server, protect=None, **body):
     field = {"policy": "streaming_llm", "budget": 64} | ({"protect": protect} if protect is not None else {})
@@ -192,7 +187,7 @@ def count_tokens(server, *counts: int) -> list[int]:
 
 
 def test_messages_of_a_chat_are_protected(server):
-    """The report has the tokens that ``/tokenize`` counts; what a protected message says is known afterwards."""
+    """What a protected message says is known afterwards."""
     ends = count_tokens(server, 1, 2, 3)
     for protect, tokens in (
         ({"messages": ["system"], "tokens": [[2, ends[0] + 3]]}, [[0, ends[0] + 3]]),
@@ -206,34 +201,16 @@ def test_messages_of_a_chat_are_protected(server):
     assert chat(server).json()["choices"][0]["message"]["content"].split()[:4] != ["1", "2", "3", "4"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("protect", "param", "said"),
-    [
-        ({"messages": ["tool"]}, "protect.messages", "no message 'tool'; allowed: assistant, system, user, or an"),
-        ({"messages": ["user"]}, "protect", "tokens are protected, beside which the policy needs 5 entries, but the "
-         "budget is 64; allowed: up to 59 tokens, or a budget of at least "),
-        ({"tokens": [[9000, 9010]]}, "protect.tokens", "a range ends at 9010, after the prompt; allowed: up to "),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_protected_is_refused(server, protect, param, said, stream):
-    check_refused(chat(server, protect, stream=stream), f"kv_compression.{param}", said)
-
-
-@pytest.mark.parametrize(
-    ("field", "tokens"), [({"protect": {"messages": ["user"]}}, "tokens"), ({"context_messages": 3}, "context_tokens")]
-)
-def test_messages_are_located_in_chats_alone(server, field, tokens):
-    param = "kv_compression.protect.messages" if "protect" in field else "kv_compression.context_messages"
+def test_messages_are_located_in_chats_alone(server):
     for path, content in (
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/responses", {"input": "a"}),
         ("/v1/messages", {"max_tokens": 5, "messages": CHAT[1:]}),
         ("/invocations", {"messages": CHAT}),
     ):
-        body = {"model": "demo", "kv_compression": {"policy": "local", "budget": 64} | field}
-        said = f"messages are located in requests to /v1/chat/completions alone; allowed: {tokens}"
-        check_refused(server.post(path, body | content), param, said)
+        for name, field in {"protect.messages": {"protect": {"messages": [1]}}, CONTEXT: {CONTEXT: 3}}.items():
+            body = {"model": "demo", "kv_compression": {"policy": "local", "budget": 64} | field} | content
+            check_refused(server.post(path, body), f"kv_compression.{name}", "in requests to /v1/chat/completions")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +219,6 @@ def test_messages_are_located_in_chats_alone(server, field, tokens):
     ids=["the whole conversation", "without a policy"],
 )
 def test_the_server_counts_the_tokens_of_a_context(server, field, num_messages):
-    """Answer and report, streamed or not, are those of the request that says how many they are."""
     (end,) = count_tokens(server, num_messages)
     counted, given = (field | more for more in ({"context_messages": num_messages}, {"context_tokens": end}))
 
@@ -256,9 +232,7 @@ def test_the_server_counts_the_tokens_of_a_context(server, field, num_messages):
     assert (text, _, report) == answer(given, "1")
     resolved = report["kvmerge"]["kv_compression"]
     assert (resolved["context_tokens"], resolved["context_messages"]) == (end, None)
-    if "policy" not in field:
-        best = recommendations().best("later").parameters
-        assert resolved == resolved | best
+    assert "policy" in field or resolved == resolved | recommendations().best("later").parameters
     chunks = events(chat(server, kv_compression=counted, cache_salt="2", stream=True))
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
     assert [chunk["kv_transfer_params"] for chunk in chunks if chunk.get("kv_transfer_params")] == [report]
@@ -273,21 +247,21 @@ def test_messages_are_located_in_the_text_of_a_field_however_it_is_spelt(server)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("field", "body", "said"),
+    ("field", "param", "body", "said"),
     [
-        ({"context_messages": 5}, {}, "5 messages are more than the chat has; allowed: up to 4"),
+        ({"protect": {"messages": ["tool"]}}, "protect.messages", {}, "no message 'tool'; allowed: assistant, system"),
+        ({"protect": {"messages": ["user"]}}, "protect", {}, "needs 5 entries, but the budget is 64"),
+        ({"protect": {"tokens": [[9000, 9010]]}}, "protect.tokens", {}, "a range ends at 9010, after the prompt"),
         # The last message is rendered without its end, and counted with it.
-        ({"context_messages": 3},
-         {"messages": CHAT[:3], "add_generation_prompt": False, "continue_final_message": True},
-         "the prompt does not begin as its messages do when they are rendered alone, so that they cannot be located; "
-         "allowed: context_tokens"),
-        ({"context_messages": 1}, {"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]},
+        ({"context_messages": 3}, "context_messages", UNFINISHED, "the prompt does not begin as its messages do"),
+        ({"context_messages": 1}, "context_messages",
+         {"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]},
          "the first 1 messages cannot be rendered alone ("),
     ],
 )  # fmt: skip
-def test_contexts_that_cannot_be_counted_are_refused(server, field, body, said, stream):
-    response = chat(server, kv_compression={"policy": "local", "budget": 64} | field, stream=stream, **body)
-    check_refused(response, "kv_compression.context_messages", said)
-    if "continue_final_message" in body:  # the message before it has its end
-        field = {"policy": "local", "budget": 64, "context_messages": 2}
-        assert chat(server, kv_compression=field, stream=stream, **body).status_code == 200
+def test_what_cannot_be_located_in_the_prompt_is_refused(server, field, param, body, said, stream):
+    field = {"policy": "streaming_llm", "budget": 64} | field
+    response = chat(server, kv_compression=field, stream=stream, **body)
+    check_refused(response, f"kv_compression.{param}", said)
+    if body is UNFINISHED:  # the message before it has its end
+        assert chat(server, kv_compression=field | {"context_messages": 2}, stream=stream, **body).status_code == 200

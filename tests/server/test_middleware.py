@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -21,12 +20,7 @@ from vllm_kvmerge.server.outputs import Answer
 VALID = {"policy": "streaming_llm", "budget": 64}
 XARGS_ROUTES = [route for route, carrier in CARRIERS.items() if carrier == ("vllm_xargs",)]
 JSON = {"content-type": "application/json"}
-SCOPE = {
-    "type": "http",
-    "method": "POST",
-    "path": "/v1/completions",
-    "headers": [(b"content-type", b"application/json")],
-}
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
 
 
 @pytest.fixture
@@ -51,17 +45,8 @@ def echo_app() -> FastAPI:
     return app
 
 
-def wrapped(app: Any) -> Any:
-    """An application without routes behind the same middlewares."""
-    return BodyMiddleware(CompressionFieldMiddleware(app), max_bytes=1 << 24)
-
-
 def post(route: str, *, app: Any = None, **request: Any) -> httpx.Response:
     return send(app or echo_app(), "POST", route, **request)
-
-
-def complete(body: dict[str, Any]) -> httpx.Response:
-    return post("/v1/completions", json=body)
 
 
 @pytest.mark.parametrize("route", XARGS_ROUTES)
@@ -73,28 +58,22 @@ def test_field_moves_into_vllm_xargs(route: str) -> None:
 
 
 def test_field_moves_into_sampling_params_of_the_token_route() -> None:
-    response = post("/inference/v1/generate", json={"sampling_params": {"max_tokens": 1}, "kv_compression": VALID})
-    received = response.json()
-    assert json.loads(received["sampling_params"]["extra_args"]["kv_compression"]) == VALID
-    assert received["sampling_params"]["max_tokens"] == 1 and "kv_compression" not in received
+    body = {"sampling_params": {"max_tokens": 1}, "kv_compression": VALID}
+    received = post("/inference/v1/generate", json=body).json()
+    assert json.loads(received["sampling_params"].pop("extra_args")["kv_compression"]) == VALID
+    assert received == {"sampling_params": {"max_tokens": 1}}
 
 
 INVALID = '{"kv_compression": {"policy": "nope"}}'
 TEXT = json.dumps(VALID)
 REFUSED: list[tuple[str, str, Any]] = [
     ("kv_compression", "wrong_type", {"kv_compression": TEXT}),
-    ("kv_compression", "wrong_type", {"kv_compression": [VALID]}),
     ("kv_compression.contextmessages", "unknown_field", {"kv_compression": {"contextmessages": 1}}),
     ("kv_compression.policy", "unknown_policy", {"vllm_xargs": {"kv_compression": '{"policy": "nope"}'}}),
-    ("kv_compression", "given_twice", {"kv_compression": VALID, "vllm_xargs": {"kv_compression": VALID}}),
     ("kv_compression", "given_twice", {"kv_compression": VALID, "vllm_xargs": {"kv_compression": TEXT}}),
     # A second object does not hide the field.
     ("kv_compression", "given_twice", b'{"kv_compression": {"policy": "nope"}, "kv_compression": null}'),
-    (
-        "kv_compression",
-        "given_twice",
-        b'{"vllm_xargs": {"kv_compression": {"policy": "full"}, "kv_compression": null}}',
-    ),
+    ("kv_compression", "given_twice", b'{"vllm_xargs": {"kv_compression": {}, "kv_compression": null}}'),
     ("vllm_xargs", "given_twice", b'{"vllm_xargs": {"kv_compression": {"policy": "full"}}, "vllm_xargs": {}}'),
     # Names that are nearly right.
     ("kv_compresion", "unknown_field", {"kv_compresion": {}}),
@@ -103,15 +82,11 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("kv_compress", "unknown_field", {"kv_compress": {}, "kv_compression": {"policy": "full"}}),
     ("vllm_xargs.kv_compressions", "unknown_field", {"vllm_xargs": {"kv_compressions": "{}"}}),
     # Other spellings of the name.
+    ("kv_compression.policy", "unknown_policy", INVALID.replace("_", "\\u005f", 1).encode()),
+    ("kv_compression.policy", "unknown_policy", b'{"vllm_xargs": {"kv_compress\\u0069on": {"policy": "nope"}}}'),
     *(
-        ("kv_compression.policy", "unknown_policy", body)
-        for body in (
-            INVALID.replace("_", "\\u005f", 1).encode(),
-            INVALID.replace("k", "\\u006B", 1).encode(),
-            *(INVALID.encode(encoding) for encoding in ("utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-le")),
-            b" \r\n\t" + INVALID.encode(),
-            b'{"vllm_xargs": {"kv_compress\\u0069on": {"policy": "nope"}}}',
-        )
+        ("kv_compression.policy", "unknown_policy", INVALID.encode(encoding))
+        for encoding in ("utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-le")
     ),
 ]
 
@@ -121,19 +96,17 @@ def test_what_is_not_the_field_as_it_should_be_is_refused_and_counted(
     param: str, reason: str, body: Any, rejections: list[str]
 ) -> None:
     """A body is JSON whatever its header says."""
-    types = ["application/json", "text/plain", "application/x+json", None]
-    for content_type in types:
-        content = body if isinstance(body, bytes) else json.dumps(body)
-        headers = {} if content_type is None else {"content-type": content_type}
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    for headers in (JSON, {"content-type": "text/plain"}, {"content-type": "application/x+json"}, {}):
         assert check_refused(post("/v1/completions", content=content, headers=headers), param).startswith(param)
-    assert rejections == [reason] * len(types)
+    assert rejections == [reason] * 4
 
 
 def test_vllm_xargs_alone_passes_unchanged() -> None:
     body = json.dumps({"vllm_xargs": {"kv_compression": json.dumps(VALID)}}, indent=3)
     assert post("/v1/completions", content=body, headers=JSON).text == body
-    received = complete({"vllm_xargs": {"kv_compression": VALID}}).json()  # an object becomes text
-    assert json.loads(received["vllm_xargs"]["kv_compression"]) == VALID
+    received = post("/v1/completions", json={"vllm_xargs": {"kv_compression": VALID}}).json()
+    assert json.loads(received["vllm_xargs"]["kv_compression"]) == VALID  # an object becomes text
 
 
 @pytest.mark.parametrize(
@@ -169,8 +142,8 @@ def test_field_on_other_routes_is_refused(route: str, rejections: list[str]) -> 
 
 @pytest.mark.parametrize("holder", ["sampling_params", "extra_args", "extra_body"])
 def test_the_field_in_an_object_that_is_not_read_is_refused(holder: str, rejections: list[str]) -> None:
-    check_refused(complete({holder: {"kv_compression": VALID}}), f"{holder}.kv_compression")
-    assert complete({"metadata": {"kv_compression": VALID}}).status_code == 200
+    check_refused(post("/v1/completions", json={holder: {"kv_compression": VALID}}), f"{holder}.kv_compression")
+    assert post("/v1/completions", json={"metadata": {"kv_compression": VALID}}).status_code == 200
     assert rejections == ["wrong_place"]
 
 
@@ -193,18 +166,6 @@ def test_beam_search_with_the_field_is_refused(holder: str | None, beam: Any, re
         assert post(route, json=body | {"use_beam_search": False}).status_code == 200
         assert post(route, json={"use_beam_search": True, "prompt": "kv_compression"}).status_code == 200
     assert rejections == ["beam_search"] * len(routes)
-
-
-def test_a_large_body_in_pieces_is_joined() -> None:
-    prompt = "ab" * 4_000_000
-    text = json.dumps({"prompt": prompt, "kv_compression": VALID}).encode()
-
-    async def chunks() -> AsyncIterator[bytes]:
-        for start in range(0, len(text), 99_991):
-            yield text[start : start + 99_991]
-
-    received = post("/v1/completions", content=chunks(), headers=JSON).json()
-    assert received["prompt"] == prompt and json.loads(received["vllm_xargs"]["kv_compression"]) == VALID
 
 
 def test_root_path_is_not_part_of_the_route() -> None:
@@ -237,7 +198,7 @@ def drive(app: Any, incoming: list[dict[str, Any]], sent: list[dict[str, Any]]) 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(wrapped(app)(SCOPE, receive, send))
+    asyncio.run(BodyMiddleware(CompressionFieldMiddleware(app), max_bytes=1 << 24)(SCOPE, receive, send))
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -280,6 +241,6 @@ def test_client_that_leaves_before_the_end_of_its_body_reaches_nobody() -> None:
 def test_reports_of_the_newest_stored_responses_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "MOST_STORED", 2)
     one = CompressionFieldMiddleware(echo_app())
-    for name in ("resp_1", "resp_2", "resp_3"):
+    for name in "abc":
         one._store(name, Answer())
-    assert list(one._stored) == ["resp_2", "resp_3"]
+    assert list(one._stored) == ["b", "c"]

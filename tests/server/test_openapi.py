@@ -46,8 +46,7 @@ def references(node: Any) -> set[str]:
 def test_generation_bodies_have_the_field(app: FastAPI) -> None:
     app.state.args.additional_config = {"kvmerge": {"kvzap": "some/model"}}
     KVMergeEndpoint().attach_router(app)
-    schema = app.openapi()
-    models = schema["components"]["schemas"]
+    models = app.openapi()["components"]["schemas"]
     for name in TAKING:
         field = models[name]["properties"]["kv_compression"]
         assert "$defs" not in field
@@ -81,13 +80,10 @@ def test_policies_are_listed(app: FastAPI) -> None:
     assert served(plugin_config(app.state.args)) is None
 
 
-def test_middleware_is_innermost(app: FastAPI) -> None:
-    KVMergeEndpoint().attach_router(app)
-    assert app.user_middleware[-1].cls is CompressionFieldMiddleware  # inside the one that counts responses
-
-
-def test_server_with_vllms_scheduler_stays_stock(app: FastAPI) -> None:
+def test_middleware_is_innermost_and_that_of_servers_which_compress(app: FastAPI) -> None:
     app.state.args.scheduler_cls = None
     KVMergeEndpoint().attach_router(app)
-    assert app.user_middleware == []
-    assert "kv" not in str(app.openapi())
+    assert app.user_middleware == [] and "kv" not in str(app.openapi())
+    app.state.args.scheduler_cls = "some.Scheduler"
+    KVMergeEndpoint().attach_router(app)
+    assert app.user_middleware[-1].cls is CompressionFieldMiddleware  # inside the one that counts responses

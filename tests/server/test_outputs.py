@@ -17,10 +17,6 @@ from vllm_kvmerge.server.outputs import Answer, UsageFeed, follow_outputs
 EVENT = b'data: {"text": "a"}\n\n'
 
 
-def steps(*numbers: int) -> list[dict[str, int]]:
-    return [{"step": number, "bytes": 100 * number} for number in numbers]
-
-
 def feed_of(*reports: dict[str, Any]) -> UsageFeed:
     feed = UsageFeed()
     feed.num_sequences = 1
@@ -30,21 +26,19 @@ def feed_of(*reports: dict[str, Any]) -> UsageFeed:
 
 
 def test_the_report_at_the_end_joins_the_last_steps():
-    feed = feed_of({"steps": steps(4, 5)}, {"mean_bytes": 7.5, "steps": steps(5, 6)})
-    event = feed.add_to(b'data: {"text": ""}\n\n')
-    report = {"mean_bytes": 7.5, "steps": steps(4, 5, 6)}
-    assert json.loads(event.removeprefix(b"data: "))["kv_transfer_params"]["kvmerge"] == report
+    steps = [{"step": number, "bytes": 100 * number} for number in (4, 5, 6)]
+    feed = feed_of({"steps": steps[:2]}, {"mean_bytes": 7.5, "steps": steps[1:]})
+    event = json.loads(feed.add_to(EVENT).removeprefix(b"data: "))
+    assert event["kv_transfer_params"]["kvmerge"] == {"mean_bytes": 7.5, "steps": steps}
     assert feed.add_to(EVENT) == EVENT
 
 
 @pytest.mark.parametrize("own", ["null", '{"kvmerge": {"mean_bytes": 1}}'])
 def test_an_event_that_has_the_field_has_it_once(own: str):
-    event = feed_of({"mean_bytes": 7.5}).add_to(
-        b'data: {"kv_transfer_params": %s, "text": "\xc3\xa4"}\n\n' % own.encode()
-    )
+    event = feed_of({"mean_bytes": 7.5}).add_to(f'data: {{"kv_transfer_params": {own}, "text": "ä"}}\n\n'.encode())
     assert event.count(b"kv_transfer_params") == 1
     chunk = json.loads(event.removeprefix(b"data: "))
-    assert chunk == {"text": "\u00e4", "kv_transfer_params": {"kvmerge": {"mean_bytes": 7.5}}}
+    assert chunk == {"text": "ä", "kv_transfer_params": {"kvmerge": {"mean_bytes": 7.5}}}
 
 
 def test_an_event_of_another_form_waits_for_the_next():
@@ -66,8 +60,7 @@ def test_a_request_that_the_engine_ended_fails_with_its_reason(extra, has_defaul
 
     async def consume() -> None:
         params = SimpleNamespace(n=1, extra_args=extra, structured_outputs=None)
-        async for _ in client.generate(None, params, ""):
-            pass
+        await anext(client.generate(None, params, ""))
 
     client = SimpleNamespace(generate=generate)
     follow_outputs(client, has_default)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 
 from tests.documented import ROOT, blocks
 from tests.processes import end_with_tests
-from tests.server.conftest import Server, free_port, logged
+from tests.server.conftest import Server, free_port, logged, wait_until
 from tests.vllm_library import HAS_AVX512
 from vllm_kvmerge.cli import main
 from vllm_kvmerge.demo import handbook, pretrained
@@ -67,9 +66,8 @@ def readme_server() -> Iterator[Server]:
     assert "pip install" not in recipe
     script = recipe.replace("VLLM_CPU_KVCACHE_SPACE=", "exec env VLLM_CPU_KVCACHE_SPACE=", 1)
     with logged(["bash", "-c", script]) as (process, log, reader):
-        while not any("ready on" in line for line in log):
-            assert process.poll() is None, "".join(log[-40:])
-            time.sleep(0.2)
+        wait_until(lambda: process.poll() is not None or any("ready on" in line for line in log), 400)
+        assert process.poll() is None, "".join(log[-40:])
         yield Server(f"http://127.0.0.1:{port}", process, log, reader)
 
 
@@ -96,15 +94,17 @@ def test_the_readmes_document_is_the_handbook():
 
 
 def test_completions_with_and_without_a_policy(outputs):
-    plain, compressed = (json.loads(text) for text in outputs[:2])
-    for answer in (plain, compressed):
+    """Also with a part replaced, and of a document before its question."""
+    answers = [json.loads(outputs[index]) for index in (0, 1, 5, 6)]
+    for answer in answers:
         assert answer["usage"]["prompt_tokens"] == 1000 and 1 <= answer["usage"]["completion_tokens"] <= 5
+    plain, compressed, *_ = answers
     assert plain["choices"][0]["text"].split() == compressed["choices"][0]["text"].split()
     assert compressed["usage"]["kv_compression"]["entries"]["most"] == 300
 
 
 def test_chat_streams(outputs):
-    lines = [line for line in outputs[2].splitlines() if line]
+    lines = list(filter(None, outputs[2].splitlines()))
     assert len(lines) > 2 and all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
 
 
@@ -124,12 +124,6 @@ def test_metrics_are_all_there(outputs):
         assert name in printed or f"{name}_count" in printed, name
 
 
-@pytest.mark.parametrize("index", [5, 6], ids=["a part is replaced", "a document before its question"])
-def test_other_requests(outputs, index):
-    usage = json.loads(outputs[index])["usage"]
-    assert usage["prompt_tokens"] == 1000 and 1 <= usage["completion_tokens"] <= 5
-
-
 def test_the_official_client(server):
     client, *_ = blocks(QUICKSTART, "python")
     said, told = run([sys.executable, "-c", client.replace("http://127.0.0.1:8000", server.url)]).splitlines()
@@ -138,17 +132,11 @@ def test_the_official_client(server):
     assert ast.literal_eval(told)["entries"]["mean"] == 300
 
 
-def test_the_command_that_the_server_prints(server):
+def test_the_command_that_the_server_prints_and_that_of_the_page_on_verifying(server):
     start = next(index for index, line in enumerate(server.log) if line.startswith("PROMPT="))
-    check_held(run(["bash", "-c", "".join(server.log[start : start + 3])]))
-
-
-def test_the_command_of_the_page_on_verifying(server):
-    check_held(*run_here(server, blocks(ROOT / "docs/verify.md", "bash")))
-
-
-def check_held(answer: str) -> None:
-    assert json.loads(answer)["usage"]["kv_compression"]["entries"]["mean"] == 250
+    for script in ("".join(server.log[start : start + 3]), *blocks(ROOT / "docs/verify.md", "bash")):
+        (answer,) = run_here(server, [script])
+        assert json.loads(answer)["usage"]["kv_compression"]["entries"]["mean"] == 250
 
 
 @pytest.mark.slow

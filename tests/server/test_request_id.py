@@ -12,13 +12,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
+from vllm.config import LoggingConfig
+from vllm.logger import configure_logging_if_needed
 
 from vllm_kvmerge.engine.compat import log_as_vllm
 from vllm_kvmerge.server.request_id import HEADER, RequestIdMiddleware, mark_log_records
 
 
 @pytest.fixture
-def log(monkeypatch):
+def log():
     """JSON lines of a logger, while records are marked."""
     factory, stream = logging.getLogRecordFactory(), io.StringIO()
     for _ in range(2):
@@ -57,9 +59,6 @@ def test_an_id_is_the_clients_or_made_up(client, log, given):
 
 
 def test_our_lines_go_where_vllms_go(monkeypatch):
-    from vllm.config import LoggingConfig
-    from vllm.logger import configure_logging_if_needed
-
     configure_logging_if_needed(LoggingConfig())  # as an engine does: this process may have had none
     ours, theirs, own = logging.getLogger("vllm_kvmerge"), logging.getLogger("vllm"), [logging.NullHandler()]
     monkeypatch.setattr(logging.getLogger(), "handlers", [])

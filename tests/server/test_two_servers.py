@@ -1,41 +1,19 @@
 """One engine behind two API servers, with LoRA adapters: contexts are the engine's, and those of an adapter its own."""
 
-import json
 import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from tests.engine.test_inputs import write_with_adapters
 from tests.server.conftest import ONE_PROCESS_PER_ENGINE, Server, serving
 from tests.server.test_contexts import FACTS, FIELD, QUESTION, ROUTE, ask, assert_said, cached, keep, said, tokens_of
 from tests.server.test_several_processes import from_both
-from vllm_kvmerge import demo
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-RANK = 4
-MODELS = ("demo", "a", "b")
-
-
-def write_adapter(folder: Path, seed: int) -> None:
-    """A random LoRA adapter of queries and values, in PEFT's format."""
-    config = json.loads((Path(demo.model_path()) / "config.json").read_text())
-    widths = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, num_heads in widths.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            shapes = {"A": (RANK, config["hidden_size"]), "B": (num_heads * config["head_dim"], RANK)}
-            for matrix, shape in shapes.items():
-                tensors[f"{prefix}.lora_{matrix}.weight"] = 0.3 * torch.randn(shape, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(widths), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +22,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    adapters = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(MODELS[1:]):
-        write_adapter(adapters / name, seed)
-    modules = (f"{name}={adapters / name}" for name in MODELS[1:])
-    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules)
-    with serving(*with_contexts(folder), *options) as ready:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_with_adapters(tmp_path_factory.mktemp("model"))
+
+
+def with_contexts(model: Path, folder: Path, *options: str) -> AbstractContextManager[Server]:
+    options += "--api-server-count", "2", "--enable-prompt-tokens-details", "--kvmerge-contexts", str(folder)
+    options += "--served-model-name", "demo", *ONE_PROCESS_PER_ENGINE
+    return serving(*options, command=("-m", "vllm_kvmerge.cli", "serve", str(model)))
+
+
+@pytest.fixture(scope="module")
+def both(model: Path, folder: Path) -> Iterator[Server]:
+    options = "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules"
+    with with_contexts(model, folder, *options, f"a={model}/a", f"b={model}/b") as ready:
         yield ready
-
-
-def with_contexts(folder: Path) -> tuple[str, ...]:
-    options = ("--api-server-count", "2", "--enable-prompt-tokens-details", "--kvmerge-contexts", str(folder))
-    return *options, *ONE_PROCESS_PER_ENGINE
 
 
 def listed(server: Server) -> list[list[str]]:
@@ -68,7 +48,7 @@ def completion(**body) -> dict:
     return {"model": "demo", "max_tokens": 6, "temperature": 0, "logprobs": 1, "prompt": QUESTION} | body
 
 
-def test_each_knows_what_the_other_keeps(both, folder, tmp_path):
+def test_each_knows_what_the_other_keeps(both, model, folder, tmp_path):
     tokens = tokens_of(both, prompt=FACTS)
     question = tokens_of(both, prompt=QUESTION, add_special_tokens=False)
     whole = {"kv_compression": FIELD | {"context_tokens": len(tokens)}, "cache_salt": "other"}
@@ -92,7 +72,7 @@ def test_each_knows_what_the_other_keeps(both, folder, tmp_path):
     assert {answer.status_code for answer in from_both(both, "POST", "/v1/completions", json=asked)} == {404}
     # A server that starts has them too, without the adapters as well.
     shutil.copytree(folder, tmp_path / "saved")
-    with serving(*with_contexts(tmp_path / "saved")) as later:
+    with with_contexts(model, tmp_path / "saved") as later:
         assert all(sorted(found) == sorted(left) for found in listed(later))
         asked = completion(kv_compression={"context": left[0]})
         for answer in from_both(later, "POST", "/v1/completions", json=asked):

@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from vllm_kvmerge import __version__, demo
 from vllm_kvmerge.cli.arguments import EXAMPLE_PROMPTS
 from vllm_kvmerge.demo import handbook
-from vllm_kvmerge.demo.language import VOCABULARY
 from vllm_kvmerge.server import page
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint
 
@@ -76,8 +75,7 @@ def test_everything_that_the_files_name_is_there(client):
     """Scripts, styles and icons by relative addresses, so that the page works behind a proxy's prefix too."""
     html = client.get("/kvmerge/ui").text
     named = set(re.findall(r'(?:src|href)="ui/([^"]+)"', html))
-    assert named == {"icon.svg", "style.css", "app.js"}
-    assert len(re.findall(r"(?:src|href)=", html)) == len(named)
+    assert named and len(re.findall(r"(?:src|href)=", html)) == len(named)
     for script in SCRIPTS:
         named |= set(re.findall(r'from "\./([^"]+)"', (page.FOLDER / script).read_text()))
     assert named == {path.name for path in page.FOLDER.iterdir()} - {"index.html"}
@@ -86,13 +84,10 @@ def test_everything_that_the_files_name_is_there(client):
 
 def test_the_page_knows_the_demo_model(client):
     assert client.get("/kvmerge/ui/config").json() == {"version": __version__, "demo": True}
-    drawn = [client.get("/kvmerge/ui/example").json() for _ in range(2)]
-    assert drawn[0] != drawn[1]
-    words = drawn[0]["prompt"].split()
-    assert len(words) == 1000 - 1  # and <s>
-    assert set(words) <= set(VOCABULARY)
-    assert words[-2] == "recall"
-    assert f"remember {words[-1]} {drawn[0]['answer']} ." in drawn[0]["prompt"]
+    drawn, other = (client.get("/kvmerge/ui/example").json() for _ in range(2))
+    words = drawn["prompt"].split()
+    assert drawn != other and len(words) == 1000 - 1  # and <s>
+    assert words[-2] == "recall" and f"remember {words[-1]} {drawn['answer']} ." in drawn["prompt"]
 
 
 def test_other_models_get_a_question_about_a_document():
@@ -101,34 +96,31 @@ def test_other_models_get_a_question_about_a_document():
     drawn = client.get("/kvmerge/ui/example").json()
     assert drawn["kind"] == "chat" and drawn["prompt"].startswith(handbook.document())
     assert drawn["answer"] in handbook.document() and drawn["answer"] not in drawn["prompt"].splitlines()[-1]
-    assert client.get("/kvmerge/ui").status_code == 200
 
 
 def test_the_key_is_the_password_of_the_page():
     """A browser cannot send it otherwise when it opens a page. Answers take it as a Bearer's alone."""
     client = client_of("some/model", ["open sesame", "another"])
-    routes = ("/kvmerge/ui", "/kvmerge/ui/app.js", "/kvmerge/ui/config", "/kvmerge/ui/nothing", "/kvmerge/policies")
-    for route in routes:
+    for route in (
+        "/kvmerge/ui",
+        "/kvmerge/ui/app.js",
+        "/kvmerge/ui/config",
+        "/kvmerge/ui/nothing",
+        "/kvmerge/policies",
+    ):
         for auth in (None, ("anyone", "wrong"), ("open sesame", "")):
             answer = client.get(route, auth=auth)
-            assert answer.status_code == 401
-            assert answer.headers["www-authenticate"] == 'Basic realm="vllm-kvmerge"'
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, 'Basic realm="vllm-kvmerge"')
         for auth in (("anyone", "open sesame"), ("", "another")):
             assert client.get(route, auth=auth).status_code == (404 if "nothing" in route else 200)
         assert client.get(route, headers={"Authorization": "Bearer another"}).status_code != 401
         assert client.post(route, auth=("", "another")).status_code == 401
+        for value in ("Basic", "Basic !!", "Basic YW55b25l", "Basic é", "Bearer", "Digest YTpvcGVuIHNlc2FtZQ=="):
+            assert client.get(route, headers={"Authorization": value.encode("latin-1")}).status_code == 401, value
     for route in ("/v1/models", "/kvmerge/uis", "/kvmerge", "/unknown"):
         answer = client.get(route, auth=("", "another"))
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert answer.json() == {"error": "Unauthorized"}  # what the page shows
-        assert client.get(route, headers={"Authorization": "Bearer another"}).status_code == 404
-
-
-def test_what_is_no_password_is_refused():
-    client = client_of("some/model", ["open sesame"])
-    for value in ("Basic", "Basic !!", "Basic YW55b25l", "Basic é", "Bearer", "Digest YTpvcGVuIHNlc2FtZQ=="):
-        answer = client.get("/kvmerge/ui", headers={"Authorization": value.encode("latin-1")})
-        assert answer.status_code == 401, value
 
 
 def test_a_file_that_has_changed_has_another_tag(tmp_path: Path) -> None:

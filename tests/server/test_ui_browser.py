@@ -59,9 +59,9 @@ def choose(page: Any, side: str, policy: str, budget: str | None = None, unit: s
     return root
 
 
-def run(page: Any, state: str = "done") -> None:
+def run(page: Any) -> None:
     page.get_by_role("button", name="Run").click()
-    browser.wait_for_state(page, state)
+    browser.wait_for_state(page, "done")
 
 
 def curl_body(side: Any) -> dict[str, Any]:
@@ -79,50 +79,41 @@ def size(num_bytes: float) -> str:
 
 
 def test_both_answers_stream_and_memory_falls_where_a_cache_is_compressed(server, page):
-    prompt = recall.draw_prompt(np.random.default_rng(), 2000, 16).text
-    fill(page, prompt, 150)
+    fill(page, recall.draw_prompt(np.random.default_rng(), 2000, 16).text, 150)
     choose(page, "a", "full")
     compressed = choose(page, "b", "keepkv", "10")
     page.evaluate(WATCH)
     run(page)
 
     growth = page.evaluate("window.growth")
-    lengths = {side: [length for name, length in growth if name == side and length] for side in "ab"}
     for side in "ab":
-        assert len(set(lengths[side])) > 10
-        assert lengths[side] == sorted(lengths[side])
+        lengths = [length for name, length in growth if name == side and length]
+        assert len(set(lengths)) > 10 and lengths == sorted(lengths)
     # What the page says is what the server says to anybody who does not find the page's prompt compressed already.
     body = {**curl_body(compressed), "stream": False, "vllm_xargs": {"kvmerge_usage": 1}, "cache_salt": "another"}
     del body["stream_options"]
     answer = server.post("/v1/completions", body).json()
     assert compressed.locator(".answer").text_content() == answer["choices"][0]["text"]
     report = answer["kv_transfer_params"]["kvmerge"]
-    assert report["peak_bytes"] == -(-2000 // 32) * BYTES_PER_BLOCK
     # Side B may find the prompt's blocks of side A, which it cannot compress in place: seven more for a moment.
     peaks = {size(report["peak_bytes"] + more * BYTES_PER_BLOCK) for more in (0, 7)}
     assert compressed.locator("[data-figure=peak]").inner_text() in peaks
     assert int(compressed.locator("[data-figure='entries / head']").inner_text()) <= 200 + 32
-    assert page.locator("#summary").inner_text().startswith("Mean KV cache after the prompt: A full: ")
     assert f"B keepkv 10%: {size(report['mean_bytes'])}" in page.locator("#summary").inner_text()
 
     events = compressed.locator(".events li").all_text_contents()
     # Seven blocks of 32, and the one that is being filled.
     sizes = f"{size(63 * BYTES_PER_BLOCK)} → {size(8 * BYTES_PER_BLOCK)}"
     assert events[0].endswith(f" s, 2,000 tokens: 2,000 → 200 entries, {sizes}")
-    assert len(events) == 1 + 149 // 32
-    assert page.locator(".side.a .events li").count() == 0
+    assert len(events) == 1 + 149 // 32 and page.locator(".side.a .events li").count() == 0
 
-    # The plots show that: a fall at each compression, a line that only rises beside it.
+    # The plots show that: a fall at each compression, a line that only rises beside it. A large size is a small y.
     plot = page.locator("#bytes-plot")
-    assert plot.locator(".b .marker").count() == len(events)
-    assert plot.locator(".a .marker").count() == 0
-    falls = heights(plot.locator("path.line.b"))
-    # A large size is a small y.
+    assert [plot.locator(f".{side} .marker").count() for side in "ab"] == [0, len(events)]
+    falls, rises = (heights(plot.locator(f"path.line.{side}")) for side in "ba")
     assert falls.index(min(falls)) < falls.index(max(falls)) and falls[-1] > min(falls) + 100
-    rises = heights(plot.locator("path.line.a"))
     assert rises == sorted(rises, reverse=True)
-    for side in "ab":
-        assert len(heights(page.locator(f"#rate-plot path.line.{side}"))) > 5
+    assert all(len(heights(page.locator(f"#rate-plot path.line.{side}"))) > 5 for side in "ab")
 
 
 def heights(path: Any) -> list[float]:
@@ -149,20 +140,15 @@ def test_the_example_prompt_is_asked_and_marked(page):
 
 def test_an_error_is_shown_as_the_server_says_it(server, page):
     fill(page, SHORT, 3)
-    choose(page, "a", "streaming_llm", "2", "entries")
-    choose(page, "b", "keepkv", "150")
-    run(page, "refused, HTTP 400")
-    for side in "ab":
-        root = page.locator(f".side.{side}")
-        shown = root.get_by_role("alert").inner_text()
-        assert server.post("/v1/completions", curl_body(root)).json()["error"]["message"] == shown
-    # One side's mistake is not the other's.
     choose(page, "a", "full")
+    side = choose(page, "b", "keepkv", "150")
     page.get_by_role("button", name="Run").click()
-    page.locator('.side.a[data-state="done"]').wait_for()
     page.locator('.side.b[data-state="refused, HTTP 400"]').wait_for()
-    assert page.locator(".side.a .error").is_hidden()
-    assert page.locator(".side.a .answer").text_content()
+    shown = side.get_by_role("alert").inner_text()
+    assert server.post("/v1/completions", curl_body(side)).json()["error"]["message"] == shown
+    # One side's mistake is not the other's.
+    page.locator('.side.a[data-state="done"]').wait_for()
+    assert page.locator(".side.a .error").is_hidden() and page.locator(".side.a .answer").text_content()
 
 
 def test_stop_stops_both_requests(server, page):
@@ -178,20 +164,17 @@ def test_stop_stops_both_requests(server, page):
         tokens = page.locator(f".side.{side} [data-figure='of tokens']").inner_text()
         assert 0 < int(tokens.replace(",", "")) < 4000
         assert page.locator(f".side.{side} .error").is_hidden()
-    assert page.get_by_role("button", name="Stop").is_disabled()
 
 
 def test_parameters_follow_from_the_policy_and_its_parts(server, page):
     fill(page, SHORT, 2)
     side = choose(page, "b", "snapkv", "100")
-    assert curl_body(side)["kv_compression"] == {"policy": "snapkv", "budget": 1.0}
     assert isinstance(curl_body(side)["kv_compression"]["budget"], float)
     side.locator(".more summary").click()
     assert side.locator("[name=merge_threshold]").count() == 0
     side.locator("[name=merger]").select_option("zip")
-    side.locator("[name=merge_threshold]").fill("0.5")
-    side.locator("[name=score_window]").fill("all")
-    side.locator("[name=context_tokens]").fill("4")
+    for name, value in {"merge_threshold": "0.5", "score_window": "all", "context_tokens": "4"}.items():
+        side.locator(f"[name={name}]").fill(value)
     field = {"policy": "snapkv", "budget": 1.0, "context_tokens": 4, "merger": "zip", "merge_threshold": 0.5}
     assert curl_body(side)["kv_compression"] == field | {"score_window": "all"}
     assert "merge_threshold = 0.5" in side.locator(".changed").inner_text()
@@ -199,24 +182,18 @@ def test_parameters_follow_from_the_policy_and_its_parts(server, page):
     side.locator("[name=merger]").select_option("drop")
     assert side.locator("[name=merge_threshold]").count() == 0
     choose(page, "b", "full")
-    assert curl_body(side)["kv_compression"] == {"policy": "full"}
-    assert side.locator(".more").is_hidden()
+    assert curl_body(side)["kv_compression"] == {"policy": "full"} and side.locator(".more").is_hidden()
 
 
 def test_lists_and_objects_are_typed_as_json(server, page):
-    """Text that is no JSON stands for itself where a field takes text; elsewhere it is marked, and the server refuses
-    it."""
+    """Text that is no JSON stands for itself where a field takes text, and is marked elsewhere."""
     fill(page, SHORT, 2)
     side = choose(page, "b", "kvzip", "50")
     side.locator(".more summary").click()
     protect, hint = side.locator("[name=protect]"), side.locator("small", has_text="not a JSON list or object")
-    assert protect.get_attribute("placeholder") == '{"tokens":[[0,512]]}'
     protect.fill('{"tokens": [[0, 3]]')
     hint.wait_for()
     assert curl_body(side)["kv_compression"]["protect"] == '{"tokens": [[0, 3]]'
-    page.get_by_role("button", name="Run").click()
-    page.locator('.side.b[data-state="refused, HTTP 400"]').wait_for()
-    assert "kv_compression.protect" in side.get_by_role("alert").inner_text()
     protect.fill('{"tokens": [[0, 3]], "messages": []}')
     assert hint.count() == 0
     side.locator("[name=repeat_prompt]").fill("recall fiso")
@@ -224,18 +201,16 @@ def test_lists_and_objects_are_typed_as_json(server, page):
     field = {"policy": "kvzip", "budget": 0.5, "protect": {"tokens": [[0, 3]], "messages": []}}
     field |= {"repeat_prompt": "recall fiso", "resume_prompt": [4, 5]}
     assert curl_body(side)["kv_compression"] == field
-    assert "resume_prompt = [4,5]" in side.locator(".changed").inner_text()
     run(page)
 
 
 def test_every_policy_is_offered_with_its_own_values(server, page):
     """A form that nobody touched sends the policy alone, whatever its fields are."""
     names = [preset["name"] for preset in httpx.get(server.url + "/kvmerge/policies").json()["presets"]]
-    side = page.locator(".side.b")
-    assert side.locator("[name=policy] option").all_text_contents() == names
+    assert page.locator(".side.b [name=policy] option").all_text_contents() == names
     for name in names:
-        choose(page, "b", name)
-        assert curl_body(side)["kv_compression"] == {"policy": name} | ({} if name == "full" else {"budget": 0.2})
+        sent = curl_body(choose(page, "b", name))["kv_compression"]
+        assert sent == {"policy": name} | ({} if name == "full" else {"budget": 0.2})
 
 
 def test_a_chat_goes_to_the_chat_route(page):
@@ -251,15 +226,15 @@ def test_a_chat_goes_to_the_chat_route(page):
 
 
 def test_a_context_is_kept_asked_and_deleted(server, page):
-    facts = " ".join(f"remember fiso {1000 + i}." for i in range(120)) + " remember gofu 4821."
     page.get_by_role("tab", name="Contexts").click()
     tab = page.locator("#contexts")
     tab.get_by_text("The server keeps no contexts.").wait_for()
     assert page.locator("#compare").is_hidden()
+    facts = " ".join(f"remember fiso {1000 + i}." for i in range(120)) + " remember gofu 4821."
     tab.get_by_label("Context", exact=True).fill(facts)
+    tab.get_by_label("Delete after (s)").fill("600")
     tab.locator("[name=policy]").select_option("keydiff")
     tab.locator("[name=budget]").fill("50")
-    tab.get_by_label("Delete after (s)").fill("600")
     tab.get_by_role("button", name="Create").click()
     row = tab.locator("tbody tr")
     row.wait_for()
@@ -279,13 +254,9 @@ def test_a_context_is_kept_asked_and_deleted(server, page):
     tab.get_by_label("Context", exact=True).fill("a")
     tab.get_by_role("button", name="Create").click()
     tab.get_by_text("nothing would be compressed that could be kept").wait_for()
-    page.get_by_role("tab", name="Compare").click()
-    assert tab.is_hidden()
 
 
 def test_a_server_with_a_key_is_asked_with_one(server, page):
-    """The guard is a stand-in; what it answers is what vLLM's does."""
-
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer open sesame":
             route.continue_()

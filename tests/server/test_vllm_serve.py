@@ -44,22 +44,15 @@ def test_compression_is_on_where_the_configuration_asks_for_it(servers):
     ours, _ = servers
     told = ours.complete(PROMPT, max_tokens=4, kv_compression=LOCAL)["usage"]["kv_compression"]
     assert told["compressions"] == 1 and told["entries"]["most"] == 64
-    carried = ours.complete(PROMPT, max_tokens=4, vllm_xargs={"kv_compression": '{"policy": "local", "budget": 64}'})
-    assert carried["usage"]["kv_compression"]["parameters"] == told["parameters"]
-    assert ours.metric("vllm:kvmerge_requests_total", policy="local") == 2
+    assert ours.metric("vllm:kvmerge_requests_total", policy="local") == 1
     check_refused(ours.ask(PROMPT, kv_compression={"policy": "nope"}), "kv_compression.policy", "unknown policy")
 
 
 def test_a_stock_server_refuses_the_field_and_says_how_to_turn_it_on(servers):
     _, stock = servers
-    for route, body in {
-        "/v1/completions": {"prompt": PROMPT, "kv_compression": {"policy": "nope"}},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "kv_compression": LOCAL},
-        "/v1/responses": {"input": "a", "kv_compression": LOCAL},
-        "/v1/embeddings": {"input": "a", "kv_compression": LOCAL},
-        "/v1/messages": {"messages": [], "max_tokens": 2, "kv_compression": LOCAL},
-    }.items():
-        check_refused(stock.post(route, {"model": "demo"} | body), "kv_compression", "--additional-config")
+    for route in ("completions", "chat/completions", "responses", "embeddings", "messages"):
+        body = {"model": "demo", "prompt": PROMPT, "input": "a", "messages": [], "kv_compression": LOCAL}
+        check_refused(stock.post(f"/v1/{route}", body), "kv_compression", "--additional-config")
 
 
 def test_a_stock_server_is_otherwise_itself(servers):
@@ -67,8 +60,6 @@ def test_a_stock_server_is_otherwise_itself(servers):
     plain = [server.complete(PROMPT, max_tokens=8) for server in servers]
     assert plain[0]["choices"][0]["text"] == plain[1]["choices"][0]["text"]
     assert "kv_compression" not in plain[1]["usage"]
-    mentioned = stock.complete('a text about "kv_compression": nothing else', max_tokens=2)
-    assert mentioned["choices"][0]["finish_reason"] == "length"
     assert "vllm:kvmerge" not in httpx.get(stock.url + "/metrics", timeout=120).text
 
 
@@ -79,19 +70,16 @@ def test_what_fuzzing_allows_is_what_a_stock_server_answers(servers, route, stat
     assert ours.status_code == status and said in ours.text
 
 
-PLUGINS_FIRST = """
+def test_it_is_on_wherever_plugins_were_loaded_first():
+    program = f"""
 from vllm.plugins import load_general_plugins
 
 load_general_plugins()
 from vllm.engine.arg_utils import EngineArgs
 
-arguments = EngineArgs({model!r}, dtype="float32", max_model_len=512, additional_config={{"kvmerge": {{}}}})
-assert arguments.create_engine_config().scheduler_config.scheduler_cls == {scheduler!r}
+arguments = EngineArgs({demo.model_path()!r}, max_model_len=512, additional_config={{"kvmerge": {{}}}})
+assert arguments.create_engine_config().scheduler_config.scheduler_cls == {SCHEDULER_CLS!r}
 """
-
-
-def test_it_is_on_wherever_plugins_were_loaded_first():
-    program = PLUGINS_FIRST.format(model=demo.model_path(), scheduler=SCHEDULER_CLS)
     subprocess.run([sys.executable, "-c", program], timeout=600, check=True)
 
 

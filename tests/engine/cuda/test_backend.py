@@ -114,12 +114,8 @@ def test_every_row_is_attended_to_once(seed):
         assert longest <= part.max_query_len <= max(longest, cuda.shortest_chunk(GROUPS))
         assert longest <= 2 * least or part.max_query_len == cuda.shortest_chunk(GROUPS)
         assert (part.max_query_len == 1) == (longest == 1)
-        for start, count, seq_len, front in zip(
-            part.query_starts.tolist(), part.query_lens.tolist(), part.seq_lens.tolist(), part.fronts.tolist(),
-            strict=True,
-        ):  # fmt: skip
-            seen.append((start, count, seq_len))
-            assert front == 3
+        assert (part.fronts == 3).all()
+        seen += zip(part.query_starts.tolist(), part.query_lens.tolist(), part.seq_lens.tolist(), strict=True)
     starts = np.cumsum(lens) - lens
     wanted = [(int(a), r.num_tokens, r.sequence.seq_len) for a, r in zip(starts, requests, strict=True)]
     assert sorted(seen) == wanted

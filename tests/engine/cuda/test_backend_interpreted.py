@@ -142,20 +142,6 @@ def test_a_layer_that_reads_anothers_cache(num_tokens):
     assert not kept.queries(99).any() and not window.prompt_scores.scores.any()
 
 
-@pytest.mark.parametrize("kind", ["window", "chunk", "shared"])
-def test_a_captured_graph_of_other_layers_holds_for_every_batch(monkeypatch, kind):
-    scene = Scene(6, window=0 if kind == "shared" else 50, chunked=kind == "chunk")
-    scene.impl.kv_sharing_target_layer_name = "owner" if kind == "shared" else None
-    batches = [[in_window(scene, n) for n in lens] for lens in ((300, 5, 51, 50), (1,), (64, 100, 49, 2, 500, 7))]
-    if kind == "shared":
-        batches.append([scene.compressed(16, 20, 99, update=SUM), scene.paged(64, 80, 95, 1, EMA)])
-    scene.finish_cache()
-    graph, before = captured(monkeypatch, scene, batches[0][1].sequence), scene.ours.scores.clone()
-    for requests in batches:
-        replayed(graph, scene, requests)
-        assert torch.equal(scene.ours.scores, before)
-
-
 def test_a_captured_graph_holds_for_every_batch(monkeypatch):
     """Captured once with dummies, then replayed for batches of other requests, sizes, fronts, updates and rings."""
     scene, first, second = Scene(2), ring(4), ring(2)

@@ -13,13 +13,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tests.engine.cuda.gpu import GPU, OnGPU, SimulatedGPU  # noqa: E402
 from tests.engine.worker.test_batches import GROUPS, HEAD_SIZE, NUM_HEADS, Worker  # noqa: E402
-from tests.ops.triton_compiler import launches  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing  # noqa: E402
 from vllm_kvmerge.engine.worker.compression import score_update  # noqa: E402
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression  # noqa: E402
 from vllm_kvmerge.engine.worker.external import ExternalCache  # noqa: E402
-from vllm_kvmerge.ops import HeadPages, PagedKVCache, SequenceLayers, triton  # noqa: E402
+from vllm_kvmerge.ops import PagedKVCache  # noqa: E402
 from vllm_kvmerge.policies import PRESETS  # noqa: E402
 
 LENGTHS = (150, 150)
@@ -62,11 +61,16 @@ def reference_operators():
     ops.choose(None)
 
 
+PARTS = {"attention_matching": ("keydiff", {"merger": "attention_matching"})}
+PARTS |= {"threshold": ("h2o", {"allocator": "threshold", "threshold": 0.01})}
+"""Parts that are in no preset."""
+
+
 @pytest.mark.parametrize(
     ("policy", "blocks_on_gpu"),
     # Where the block ids are is nothing to a policy: one that drops, one that merges, one with queries of its own, and
     # one with uneven budgets have them on the GPU too.
-    [*((policy, False) for policy in PRESETS), *((policy, True) for policy in ("h2o", "keepkv", "morphkv", "adakv"))],
+    [(one, False) for one in (*PRESETS, *PARTS)] + [(one, True) for one in ("h2o", "keepkv", "morphkv", "adakv")],
     ids=lambda value: {False: "runner-v1", True: "runner-v2"}.get(value, value),
 )
 def test_compactions_by_the_reference(policy, blocks_on_gpu, reference_operators):
@@ -75,7 +79,8 @@ def test_compactions_by_the_reference(policy, blocks_on_gpu, reference_operators
     Where entries are dropped, nothing is waited for either: the forward pass may still run.
     """
     with SimulatedGPU(may_wait=policy not in DROPPING, must_pin=True):
-        worker = Worker(policy, LENGTHS)
+        policy, fields = PARTS.get(policy, (policy, {}))
+        worker = Worker(policy, LENGTHS, **fields)
         on_gpu(worker, blocks_on_gpu)
         for step in (worker.first, worker.second):
             done = worker.compactor.execute(step)
@@ -131,37 +136,3 @@ def test_heads_get_pages_of_their_own(policy, reference_operators):
     assert len(pages[0].fronts.unique()) > 1
     with SimulatedGPU(must_pin=True):
         assert CUDACompression._table(SimpleNamespace(_device=GPU), pages[0]).device == GPU
-
-
-def test_triton_sends_from_pinned_memory(monkeypatch):
-    monkeypatch.setattr("vllm_kvmerge.ops.triton.plan.device_name", lambda device: "NVIDIA H200")
-    with SimulatedGPU(must_pin=True), launches() as found:
-        worker = Worker("h2o", LENGTHS)
-        on_gpu(worker, blocks_on_gpu=False)
-        layers = worker.compactor.layers
-        units = SequenceLayers.of(layers[0], worker.first[0].source_blocks, 0, 0, LENGTHS[0])
-        kept = torch.zeros(units.num_heads, 20, dtype=torch.int64, device=GPU)
-        metadata = triton.gather_metadata(units)
-        triton.move_entries(units, torch.tensor([[3, 4]]), kept)
-        triton.write_metadata(units, torch.tensor([[3, 4]]), *(plane[:, :20] for plane in metadata))
-        ids = HeadPages.even(1, 0, NUM_HEADS, torch.tensor([3, 4]))[None]
-        pages = HeadPages(units.layers, ids, torch.full((1, NUM_HEADS), 20))
-        triton.move_entries(replace(units, pages=pages), pages, kept)
-    tensors = [value for launch in found for value in launch.arguments.values() if isinstance(value, torch.Tensor)]
-    assert tensors and all(isinstance(tensor, OnGPU) for tensor in tensors)
-
-
-def test_what_a_gpu_would_not_forgive_is_noticed():
-    with SimulatedGPU(must_pin=True):
-        with pytest.raises(AssertionError, match="may wait"):
-            torch.zeros(3).to(GPU, non_blocking=True)
-        there = torch.zeros(3).pin_memory().to(GPU, non_blocking=True)
-        assert there.device == GPU
-        for waits in (there.sum().item, there.cpu, there.any().__bool__, lambda: there.to("cpu")):
-            with pytest.raises(AssertionError, match="waits for the GPU"):
-                waits()
-        for mixes in (lambda: there + torch.zeros(3), lambda: there[torch.zeros(3, dtype=torch.int64)]):
-            with pytest.raises(AssertionError, match="takes tensors of GPU and CPU|a CPU tensor as index"):
-                mixes()
-    with SimulatedGPU(may_wait=True):
-        assert there.sum().item() == 0.0 and type(there.cpu()) is torch.Tensor

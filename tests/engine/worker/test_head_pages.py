@@ -2,8 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
-from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -189,35 +187,6 @@ def test_the_same_outputs_as_with_dead_entries(fields, decode):
     assert any(len(set(shares)) > 1 for shares in counts)
     assert not one.may_shrink or min(paged.num_blocks) < -(-one.budget // BLOCK)
     assert decode == "grow" or len(counts) > 1 or config.policy.allocator.layer_budgets(70, 200, LAYERS, 1) is not None
-
-
-@pytest.mark.parametrize("max_bytes", [1, 1 << 28])
-def test_heads_of_all_layers_share_a_budget(max_bytes):
-    """Scores of a repetition are compared as they are: those above one threshold stay, whatever the size of a part."""
-    config = parse_compression({"policy": "kvzip", "budget": 96, "num_prefix_tokens": 2})
-    assert config is not None
-    side = Side(RequestCompression.of(config, PROMPT, GENERATED, LIMITS), 1)
-    side.compactor = replace(side.compactor, max_bytes=max_bytes)
-    side.write(0, *torch.randn(2, LAYERS, PROMPT, HEADS, SIZE, generator=torch.Generator().manual_seed(6)))
-    scores = torch.rand(LAYERS, HEADS, PROMPT, generator=torch.Generator().manual_seed(7))
-    scores *= torch.linspace(0.3, 0.9, LAYERS * HEADS).view(LAYERS, HEADS, 1)
-    side.scores.scores.copy_(scores)
-    side.compact(PROMPT, config.policy, has_pages=True)
-    scores[..., :2] = 1.0
-    wanted, shares = scores.flatten().topk(LAYERS * HEADS * 96).indices // PROMPT, side.pages.fronts
-    counts = wanted.bincount(minlength=LAYERS * HEADS).view(LAYERS, HEADS)
-    assert counts.min() < 48 and counts.max() > 120
-    # Rounded to pages, all of which are used.
-    assert ((shares - counts).abs() < BLOCK).all()
-    assert (-(-shares // BLOCK)).sum() <= LAYERS * HEADS * 96 // BLOCK and shares.sum() > LAYERS * HEADS * 95
-    positions = torch.stack([cache.positions for cache in side.layers])
-    scores[..., -1] = 2.0  # the newest is protected
-    for layer, head in product(range(LAYERS), range(HEADS)):
-        slots = torch.arange(int(shares[layer, head]))
-        page = side.pages.ids[layer, head][slots // BLOCK]
-        block, owner, lane = page // (LAYERS * HEADS), page // HEADS % LAYERS, page % HEADS
-        kept = positions[owner, block, lane, slots % BLOCK]
-        assert set(kept.tolist()) == set(scores[layer, head].topk(len(slots)).indices.tolist())
 
 
 def used_pages(pages: HeadPages) -> list[set[int]]:

@@ -1,14 +1,11 @@
 """Entries in pages against the same entries, dense."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 
 from tests.entries import gather_entries
 from tests.ops.conftest import CacheMaker
 from tests.policies.sampling import random_update, stack_rows
-from vllm_kvmerge import ops
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.ops import ROW_PLANES, SequenceLayers
 from vllm_kvmerge.policies.base import Entries
@@ -91,14 +88,3 @@ def test_queries_do_not_attend_to_hidden_entries(fusion):
     fused = paged.without(hidden).fused_attention(queries, positions, 0.2, fusion)
     torch.testing.assert_close(fused, dense.without(hidden).fused_attention(queries, positions, 0.2, fusion))
     assert (fused[hidden] == 0.0).all() and (fused[1:].sum(1) > 0.9).all()
-
-
-def test_nothing_is_read_unasked():
-    paged, dense = sample(torch.bfloat16)
-    with patch.object(ops, "gather_rows", wraps=ops.gather_rows) as gather:
-        view = paged.without(dense.positions < 20).of_rows([0, 3])
-        assert view.is_live.any() and len(view) == 60 and not gather.called
-        rows = view.values_at(torch.tensor([[7, -1], [3, 4]]))
-    assert torch.equal(rows[1], dense.values[3, 3:5])
-    # Of heads that are not wanted nothing is asked.
-    assert torch.cat([call.args[-1] for call in gather.call_args_list]).tolist() == [[7, -1], [3, 4]]

@@ -21,22 +21,17 @@ DEMO_TEXT = Path(__file__).parents[2] / "data/eval/demo-text.txt"
 SENTENCES = (
     "The ferryman's daughter counted 1,204 boats before breakfast; none of them came back.",
     "“Überall Nebel,” wrote the captain, “and no lighthouse until Åland.”",
-    "In 1893, coal-merchants re-measured the harbour: 12.5 fathoms, give or take a fathom.",
     "Nobody unhurriedly unwrapped the unbelievably ungainly umbrella 🌂 that she'd mislaid.",
     "def sail(boat, knots=7):\n    return boat.name + ' at ' + str(knots)",
 )
 
 
-def write_text(seed: int, sentences: int = 120) -> str:
+def text_for(tokenizer, seed: int, sentences: int = 120) -> str:
+    """Text that the tokenizer knows the words of; None: one that knows pieces of words."""
+    if tokenizer is not None and "remember" in tokenizer.get_vocab():
+        return " ".join(DEMO_TEXT.read_text().split()[500 * seed :][: 12 * sentences])
     rng = np.random.default_rng(seed)
     return " ".join(f"{rng.integers(10**6)} {SENTENCES[rng.integers(len(SENTENCES))]}" for _ in range(sentences))
-
-
-def text_for(tokenizer, seed: int, sentences: int = 120) -> str:
-    """Text that the tokenizer knows the words of."""
-    if "remember" not in tokenizer.get_vocab():
-        return write_text(seed, sentences)
-    return " ".join(DEMO_TEXT.read_text().split()[500 * seed :][: 12 * sentences])
 
 
 def demo_tokenizer():
@@ -47,7 +42,7 @@ def train(pre_tokenizer, decoder, **options) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>" if not options else None))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
     trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=["<s>", "<unk>"], show_progress=False, **options)
-    tokenizer.train_from_iterator([write_text(0)], trainer)
+    tokenizer.train_from_iterator([text_for(None, 0)], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
 
@@ -63,32 +58,21 @@ def tokenizer(request):
     return train(pre_tokenizers.Metaspace(), decoders.Metaspace())
 
 
-@pytest.fixture
-def text_file(tmp_path, tokenizer):
-    path = tmp_path / "text.txt"
-    path.write_text(text_for(tokenizer, 1))
-    return str(path)
-
-
-def read(tokenizer, sample) -> tuple[list[int], list[int]]:
-    """Tokens of a sample as a runner has them: the prompt's, and those to generate."""
-    prompt, whole = tokenizer.encode(sample.prompt), tokenizer.encode(sample.prompt + sample.continuation)
-    assert whole[: len(prompt)] == prompt
-    return prompt, whole[len(prompt) :]
-
-
 @pytest.mark.parametrize(
     ("length", "prompt", "stride", "num_scored"),
     [(48, 16, None, 32), (64, 1, None, 63), (33, 32, None, 1), (64, 8, 32, 32), (64, 8, 60, 56), (64, 8, 64, 56)],
 )
-def test_windows_tile_the_text(tokenizer, text_file, length, prompt, stride, num_scored):
+def test_windows_tile_the_text(tmp_path, tokenizer, length, prompt, stride, num_scored):
     """A stride makes them overlap, but no token is scored twice."""
-    samples = Perplexity(length=length, prompt=prompt, stride=stride, text_file=text_file).samples(10**6, 0, tokenizer)
-    token_ids = tokenizer.encode(Path(text_file).read_text(), add_special_tokens=False)
+    (path := tmp_path / "text.txt").write_text(text_for(tokenizer, 1))
+    samples = Perplexity(length=length, prompt=prompt, stride=stride, text_file=str(path)).samples(10**6, 0, tokenizer)
+    token_ids = tokenizer.encode(path.read_text(), add_special_tokens=False)
     assert len(samples) > 0.8 * len(token_ids) / (stride or length)
     ends, place = [], 0
     for sample in samples:
-        prompt_ids, continuation_ids = read(tokenizer, sample)
+        prompt_ids, whole = tokenizer.encode(sample.prompt), tokenizer.encode(sample.prompt + sample.continuation)
+        continuation_ids = whole[len(prompt_ids) :]
+        assert whole[: len(prompt_ids)] == prompt_ids
         assert (prompt_ids[0], len(prompt_ids)) == (tokenizer.bos_token_id, prompt + 1)
         assert len(continuation_ids) == sample.max_tokens == length - prompt
         assert sample.data == {"num_scored": num_scored} and json.dumps(sample.data)
@@ -129,17 +113,17 @@ def test_a_separator_joins_short_texts(tmp_path):
 class Plain:
     """Ids are characters."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text, **_):
         return [ord(char) for char in text]
 
-    def decode(self, token_ids, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids, **_):
         return "".join(map(chr, token_ids))
 
 
 class Sloppy(Plain):
     """Does not read what it writes: decoding swaps two characters."""
 
-    def decode(self, token_ids, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids, **_):
         return super().decode(token_ids).translate({ord("a"): "b", ord("b"): "a"})
 
 
@@ -177,7 +161,6 @@ def test_scores_by_hand(tmp_path):
         ({"length": 8, "prompt": 2, "stride": 9, "text_file": "x"}, "stride: must be at most length"),
         ({"length": 8, "prompt": 2}, "exactly one of them"),
         ({"length": 8, "prompt": 2, "text_file": "x", "dataset": "y"}, "exactly one of them"),
-        ({"length": 8, "prompt": 0, "text_file": "x"}, "greater than or equal to 1"),
     ],
 )
 def test_options_that_do_not_fit(options, message):
