@@ -185,7 +185,7 @@ def harm(llm: Any, running: list[list[int]], arguments: argparse.Namespace) -> l
             longest_wait, ended = max(longest_wait, one[0]), ended + one[1]
             memory = max(memory, peak_memory() - before)
             # What a server refuses from the second time on.
-            core.scheduler._refused.clear()
+            core.scheduler._admission.refused.clear()
             core.model_executor.driver_worker.worker.model_runner.compression.compactor.exceeded.clear()
         found.append(Harm(case, count, Spread.of(ratios), 1e3 * longest_wait, memory, ended))
     return found

@@ -314,8 +314,8 @@ def check_budgets(engine: Engine, policies: list[str], num_tokens: int) -> None:
         for request_id, size in live_entries(engine).items():
             sizes[request_id.rsplit("-", 1)[0]].append(size)
         for request in engine.scheduler.running:
-            if segments := engine.manager.segments.get(request.request_id):
-                assert segments.front <= engine.scheduler._compressions[request.request_id].capacity
+            if segments := engine.segments.get(request.request_id):
+                assert segments.front <= engine.scheduler._states[request.request_id].schedule.capacity
 
     run(engine, watch)
     for policy, seen in sizes.items():

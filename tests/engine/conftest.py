@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # vLLM must not be imported before it is known which of its l
     from vllm import SamplingParams
 
     from vllm_kvmerge.engine.fronts import FrontCache
+    from vllm_kvmerge.engine.plan import Segments
 
 NUM_BLOCKS = 230
 MAX_MODEL_LEN = 4096
@@ -55,7 +56,7 @@ class Engine:
         self.compression._compactor = replace(self.compression.compactor, max_seconds=300.0)
         # What is spread over steps, and so what runs beside what, must not depend on the machine: nothing is, unless a
         # test asks for it.
-        self.scheduler._pace = AtOnce(1)
+        self.scheduler._planner._pace = AtOnce(1)
 
     def add(self, request_id: str, prompt: list[int], params, **more: str) -> None:
         """More: of the prompt, as ``cache_salt``."""
@@ -100,18 +101,18 @@ class Engine:
     def runner(self):
         return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
+    @property
+    def segments(self) -> "dict[str, Segments]":
+        """Of requests that are compressed now."""
+        states = self.scheduler._states.items()
+        return {request_id: state.front for request_id, state in states if state.front is not None}
+
     def assert_empty(self) -> None:
         """Every block but the null block is free, none is referenced, and nothing is remembered of any request."""
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert [b.block_id for b in self.pool.blocks if b.ref_cnt and not b.is_null] == []
-        assert self.manager.segments == {}
-        assert self.manager._retired == [] and self.manager._still_read == {}
-        assert not self.scheduler._compressions and not self.scheduler._accounts
-        assert not self.scheduler._repeating and not self.scheduler._orphans and not self.scheduler._spread
-        assert not self.scheduler._reported and not self.scheduler._unreported
-        assert not self.scheduler._kept_bytes and not self.scheduler._external_bytes
-        assert not len(self.scheduler._sharing)
-        assert not self.manager._offers and not self.manager._taken_over
+        assert not self.scheduler._states and not self.scheduler._accounts and not self.scheduler._repetitions.orphans
+        assert not self.manager._retired and not self.manager._taken_over and not len(self.scheduler._sharing)
         assert set(self.compression.states) <= self.scheduler.finished_req_ids
 
 
@@ -179,7 +180,7 @@ def live_entries(engine: Engine) -> dict[str, float]:
     that has been compressed."""
     found = {}
     for request in engine.scheduler.running:
-        segments = engine.manager.segments.get(request.request_id)
+        segments = engine.segments.get(request.request_id)
         if segments is None:
             continue
         row = engine.manager.req_to_blocks[request.request_id][: -(-segments.front // engine.manager.block_size)]

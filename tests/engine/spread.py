@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from vllm_kvmerge.engine import scheduler
+from vllm_kvmerge.engine import planning
 from vllm_kvmerge.engine.plan import Kind, PartialPlan
 from vllm_kvmerge.engine.spreading import STEP_SECONDS, Pace, SpreadCompression
 from vllm_kvmerge.policies import pausing
@@ -48,7 +48,7 @@ def spread_over(num_steps: int) -> Iterator[Spread]:
         return PartialPlan(self.plan, self.until, NUM_PARTS)
 
     with (
-        patch.object(scheduler, "STEP_SECONDS", -1.0),
+        patch.object(planning, "STEP_SECONDS", -1.0),
         patch.object(pausing, "PIECE_PRODUCTS", 1 << 14),
         patch.object(SpreadCompression, "next_part", next_part),
         patch.object(SpreadCompression, "learn", lambda self, done: None),

@@ -225,7 +225,7 @@ def test_queries_of_the_caches_own_layer_alone_count(engine):
 
     def watch():
         for request in engine.scheduler.running:
-            segments, computed = engine.manager.segments[request.request_id], request.num_computed_tokens
+            segments, computed = engine.segments[request.request_id], request.num_computed_tokens
             blocks = [block.block_id for block in engine.manager.req_to_blocks[request.request_id]]
             for slot in range(segments.tail, computed):
                 block, offset = blocks[slot // BLOCK_SIZE], slot % BLOCK_SIZE

@@ -28,7 +28,7 @@ FIELDS = {
 def plans(name: str, share: float | None, is_async: bool) -> dict[str, list[tuple[int, ...]]]:
     """Of each request, as (front, tail, n, new_front); every third one is plain. share: of a prompt that is context."""
     driver, found = Driver(Setting(num_blocks=120, is_async=is_async)), defaultdict(list)
-    driver.scheduler._pace, schedule = AtOnce(1), driver.scheduler.schedule
+    driver.scheduler._planner._pace, schedule = AtOnce(1), driver.scheduler.schedule
 
     def noted(*args):
         output = schedule(*args)

@@ -1,5 +1,7 @@
 """The block manager alone: which blocks a relocation copies, reuses, frees and never touches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
@@ -8,6 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager, MergeableAttentionSpec
 from vllm_kvmerge.engine.plan import FrontSize, Segments
+from vllm_kvmerge.engine.state import RequestState
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 20
@@ -41,11 +44,17 @@ def share(manager, request_id: str, blocks: list[KVCacheBlock]) -> None:
     manager.req_to_blocks[request_id] = list(blocks)
 
 
+def state_of(manager, request_id: str) -> RequestState:
+    request = SimpleNamespace(request_id=request_id)
+    return manager.states.setdefault(request_id, RequestState(request, None, 1000))  # type: ignore[arg-type]
+
+
 def relocate(manager, request_id: str, num_tokens: int, new_front: int):
     """To the end of the step."""
-    relocation = manager.relocate(request_id, num_tokens, FrontSize.even(new_front, BLOCK_SIZE))
+    state = state_of(manager, request_id)
+    relocation = manager.relocate(state, num_tokens, FrontSize.even(new_front, BLOCK_SIZE))
     if relocation is not None:
-        manager.retire_read(request_id)
+        manager.retire_read(state)
         manager.release_retired()
     return relocation
 
@@ -56,18 +65,19 @@ def num_free(manager) -> int:
 
 def test_private_blocks_are_reused_and_the_hole_is_freed(manager):
     blocks = give(manager, "a", 7)
-    relocation = manager.relocate("a", num_tokens=6 * BLOCK_SIZE + 5, new_front=FrontSize.even(40, BLOCK_SIZE))
+    state = state_of(manager, "a")
+    relocation = manager.relocate(state, num_tokens=6 * BLOCK_SIZE + 5, new_front=FrontSize.even(40, BLOCK_SIZE))
     assert relocation.blocks == [b.block_id for b in blocks[:2]]
     null = manager.block_pool.null_block
     assert (relocation.hole, relocation.num_freed) == ([null.block_id] * 4, 4)
     assert manager.req_to_blocks["a"] == [*blocks[:2], *[null] * 4, blocks[6]]  # the last holds the next token's slot
-    assert manager.segments["a"] == Segments(40, tail=6 * BLOCK_SIZE + 5, changed_at=6 * BLOCK_SIZE + 5)
+    assert state.front == Segments(40, tail=6 * BLOCK_SIZE + 5, changed_at=6 * BLOCK_SIZE + 5)
     assert num_free(manager) == NUM_BLOCKS - 7
-    manager.retire_read("a")
+    manager.retire_read(state)
     manager.release_retired()
     assert num_free(manager) == NUM_BLOCKS - 3 and manager.num_held_blocks("a") == 3
     manager.free("a")
-    assert num_free(manager) == NUM_BLOCKS and manager.segments == {}
+    assert num_free(manager) == NUM_BLOCKS and state.front is None
 
 
 def test_hashed_blocks_are_copied_and_stay_findable(manager):
@@ -108,6 +118,6 @@ def test_without_room_for_a_copy_of_shared_blocks_nothing_changes(manager):
     blocks = give(manager, "a", NUM_BLOCKS, hashed=5)
     share(manager, "b", blocks)
     assert relocate(manager, "b", NUM_BLOCKS * BLOCK_SIZE, 40) is None
-    assert manager.req_to_blocks["b"] == blocks and manager.segments == {}
+    assert manager.req_to_blocks["b"] == blocks and manager.states["b"].front is None
     assert [b.ref_cnt for b in blocks] == [2] * NUM_BLOCKS
     assert [b.block_hash is not None for b in blocks] == [True] * 5 + [False] * (NUM_BLOCKS - 5)

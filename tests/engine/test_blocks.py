@@ -23,7 +23,7 @@ def test_layers_that_are_skipped_keep_every_token(engine):
 
     def watch():
         for request in engine.scheduler.running:
-            segments = engine.manager.segments.get(request.request_id)
+            segments = engine.segments.get(request.request_id)
             if segments is None:
                 continue
             assert segments.num_places == segments.tail and request.num_computed_tokens - segments.tail <= 8

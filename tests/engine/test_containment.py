@@ -41,7 +41,7 @@ def short_of_time(engine: Engine) -> Iterator[None]:
     engine.compression._compactor = replace(compactor, max_seconds=0.3, exceeded=Counter())
     yield
     engine.compression._compactor = compactor
-    engine.scheduler._refused.clear()
+    engine.scheduler._admission.refused.clear()
 
 
 def params(policy: str | None = None, max_tokens: int = NUM_TOKENS, **fields: Any) -> SamplingParams:
@@ -148,16 +148,16 @@ def noted(engine: Engine, monkeypatch: pytest.MonkeyPatch, what) -> list:
 
 def test_what_workers_keep_of_all_requests_is_bounded(engine: Engine, monkeypatch) -> None:
     """Requests whose newest queries find no room wait until others have ended; tokens are the same."""
-    scheduler, limits = engine.scheduler, engine.scheduler._limits
+    scheduler, limits = engine.scheduler, engine.scheduler._admission.limits
     texts, some = prompts(8, 6, 200), params("morphkv", recent_window=48)
-    kept = noted(engine, monkeypatch, lambda _: len(scheduler._kept_bytes))
+    kept = noted(engine, monkeypatch, lambda _: sum(bool(one.kept_bytes) for one in scheduler._states.values()))
     expected = engine.tokens(texts, some)
     assert max(kept) == 6
     kept.clear()
     monkeypatch.setattr(type(limits), "check", lambda *args: None)
-    monkeypatch.setattr(scheduler, "_limits", replace(limits, max_bytes=limits.ring_bytes(48, 248) // 2))
+    monkeypatch.setattr(scheduler._admission, "limits", replace(limits, max_bytes=limits.ring_bytes(48, 248) // 2))
     assert engine.tokens(texts, some) == expected
-    assert max(kept) == 2 and not scheduler._kept_bytes
+    assert max(kept) == 2
     engine.assert_empty()
 
 
@@ -176,7 +176,7 @@ def test_compressions_of_one_step_share_its_time(engine: Engine, monkeypatch: py
     expected = engine.tokens(texts, some)
     assert max(counts) > 2
     counts.clear()
-    monkeypatch.setattr(engine.scheduler, "_pace", Slow(1))
+    monkeypatch.setattr(engine.scheduler._planner, "_pace", Slow(1))
     assert engine.tokens(texts, some) == expected
     assert max(counts) <= 2
     engine.assert_empty()
@@ -222,7 +222,7 @@ def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monk
         return seconds, len(plans), any(name.startswith("plain") for name in output.num_scheduled_tokens)
 
     pace, steps = Paced(1), noted(engine, monkeypatch, step)
-    monkeypatch.setattr(engine.scheduler, "_pace", pace)
+    monkeypatch.setattr(engine.scheduler._planner, "_pace", pace)
     engine.add("plain", *prompts(10, 1, 150), params(max_tokens=200))
     for text, name in zip(prompts(11, len(names), 65), names, strict=True):
         engine.add(name, text, params(name, 8, **SMALL.get(name, {}), interval=1, decode="bounded"))
@@ -251,7 +251,7 @@ def test_sixteen_of_the_worst_are_answered_and_others_are_as_ever(engine: Engine
     plain, long = prompts(12, 2, 40), prompts(13, 16, 3_900)
     some = params(max_tokens=100)
     expected = engine.tokens(plain, some)
-    monkeypatch.setattr(engine.scheduler, "_pace", Pace(engine.scheduler._limits.num_heads))
+    monkeypatch.setattr(engine.scheduler._planner, "_pace", Pace(engine.scheduler._admission.limits.num_heads))
     tokens = engine.tokens(plain + long, [some] * 2 + [params(max_tokens=6, **HARMFUL[case])] * 16)
     assert tokens[:2] == expected and all(len(one) == 6 for one in tokens[2:])
     engine.assert_empty()

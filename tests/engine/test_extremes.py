@@ -52,7 +52,7 @@ def answer(model: Path, fields: list[dict[str, Any]], num_tokens: int, **argumen
                     one["finite"] += math.isfinite(logprobs[token].logprob)
                 one["reason"] = new.finish_reason
             for request in engine.scheduler.running:
-                segment = engine.manager.segments.get(request.request_id)
+                segment = engine.segments.get(request.request_id)
                 if segment is not None and segment.are_compressed:
                     one = found[int(request.request_id.partition("-")[0])]  # vLLM appends a random part
                     one["highest"] = max(one["highest"], segment.num_entries(request.num_computed_tokens))

@@ -28,7 +28,7 @@ def reported(tokens: list[int], fields: dict) -> SamplingParams:
 
 def test_bytes_are_those_of_the_average(engine):
     """Beside snapkv at the same average: the layers that ``skip_layers`` leaves whole cost what they cost."""
-    length, num_layers = 1500, engine.scheduler._limits.shape.num_layers
+    length, num_layers = 1500, engine.scheduler._admission.limits.shape.num_layers
     prompt = random_prompt(np.random.default_rng(8), length)
     asked = []
     for fields in UNEVEN:
@@ -81,9 +81,10 @@ def test_blocks_that_no_head_needs_are_returned(engine):
 @pytest.mark.parametrize(("length", "num_tokens", "settled"), [(200, 64, [True, False]), (20, 200, [False, False])])
 def test_shares_are_settled_by_contexts_alone(engine, monkeypatch, length, num_tokens, settled):
     """What generation asks for waits for no GPU, a first compression either."""
-    plans, complete = [], engine.scheduler._complete
+    planner, plans = engine.scheduler._planner, []
+    complete = planner._complete
     monkeypatch.setattr(
-        engine.scheduler, "_complete", lambda spread, step: (plans.append(spread.plan), complete(spread, step))
+        planner, "_complete", lambda state, step: (plans.append(state.work.plan), complete(state, step))
     )
     fields = {"policy": "adakv", "budget": 100, "interval": 32, "decode": "bounded"}
     forced_tokens = random_prompt(np.random.default_rng(6), num_tokens)

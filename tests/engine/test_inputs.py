@@ -227,7 +227,7 @@ def test_tokens_of_an_image_are_protected(engine):
 
     def watch():
         for request in engine.scheduler.running:
-            if (segments := engine.manager.segments.get(request.request_id)) is not None:
+            if (segments := engine.segments.get(request.request_id)) is not None:
                 blocks = [one.block_id for one in engine.manager.req_to_blocks[request.request_id]]
                 blocks = blocks[: -(-segments.front // 32)]
                 planes = [

@@ -90,7 +90,7 @@ def test_what_cannot_be_kept_is_refused(engine, client, monkeypatch):
     output = engine.generate([text(842)], params("snapkv", 2, {"id": "third"}))[0]
     assert output.outputs[0].finish_reason == "error" and output.num_cached_tokens in (None, 0)
     status, message = client.call("created", id="third")["refused"]
-    size = engine.scheduler._bytes_per_block
+    size = engine.scheduler._accounts._bytes_per_block
     assert status == 409 and f"takes {3 * size} bytes" in message and f"hold {6 * size} of the {7 * size}" in message
     assert message.endswith("; delete some: 1")
     assert client.call("created", id="third") is None  # told once

@@ -43,7 +43,10 @@ def repeated(engine, asked: dict, **more: str) -> tuple[dict[str, list[int]], se
     seen: set[str] = set()
     tokens = run(engine, lambda: seen.update(one.request_id for one in internal(engine)))
     engine.assert_empty()
-    known = {engine.scheduler._known_scores.find(key) for key in list(engine.scheduler._known_scores._known)}
+    known = {
+        engine.scheduler._repetitions.known_scores.find(key)
+        for key in list(engine.scheduler._repetitions.known_scores._known)
+    }
     assert set(engine.compression.known_scores) == known
     return tokens, seen
 

@@ -71,7 +71,7 @@ class Dense:
 def entries_of(engine: Engine) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Of each layer of the only request: positions in its front, and ``[tokens]`` scores in the cache, by position."""
     (request,), (state,) = engine.scheduler.running, engine.compression.states.values()
-    segments, layers = engine.manager.segments[request.request_id], engine.compression.compactor.layers
+    segments, layers = engine.segments[request.request_id], engine.compression.compactor.layers
     blocks = torch.tensor([block.block_id for block in engine.manager.req_to_blocks[request.request_id]])
     tail = torch.arange(segments.tail, request.num_computed_tokens)
     for number, layer in enumerate(layers):
@@ -121,7 +121,7 @@ def test_eviction_is_a_mask_and_scores_are_attention(engine, dense, scores, monk
     found: list[torch.Tensor] = []
 
     def watch():
-        if engine.scheduler.running and engine.manager.segments:
+        if engine.scheduler.running and engine.segments:
             kept[:], found[:] = zip(*entries_of(engine), strict=True)
 
     tokens = run(engine, watch)["one"]

@@ -5,7 +5,7 @@ import pytest
 from tests.engine.machine.driver import Driver
 from tests.engine.machine.machine import TEXTS
 from tests.engine.machine.setting import Setting
-from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
+from vllm_kvmerge.engine.planning import Planner
 
 pytestmark = pytest.mark.engine
 
@@ -22,13 +22,13 @@ def ours(scheduler) -> set[str]:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_step_is_vllms_once_no_request_is_compressed(is_async, monkeypatch):
     driver, relieved = Driver(Setting(num_blocks=64, is_async=is_async)), []
-    scheduler, relieve = driver.scheduler, CompressionSchedulerMixin._relieve_pressure
+    scheduler, relieve = driver.scheduler, Planner.relieve_pressure
 
-    def note(self, step):
-        relieved.append(sorted(self.requests))
-        return relieve(self, step)
+    def note(*arguments):
+        relieved.append(sorted(scheduler.requests))
+        return relieve(*arguments)
 
-    monkeypatch.setattr(CompressionSchedulerMixin, "_relieve_pressure", note)
+    monkeypatch.setattr(Planner, "relieve_pressure", note)
     everything = ours(scheduler)
     assert len(everything) == 4
     plain = [driver.add(TEXTS[1][:20], 60, None) for _ in range(2)]

@@ -34,7 +34,7 @@ def test_no_more_than_budget_and_chunk_is_held(engine, prompt):
         for request in engine.scheduler.running:
             name, held = request.request_id.rsplit("-", 1)[0], engine.manager.num_held_blocks(request.request_id)
             most[name] = max(most.get(name, 0), held)
-            compressed.setdefault(name, set()).add(engine.manager.segments_of(request.request_id).tail)
+            compressed.setdefault(name, set()).add(engine.scheduler._states[request.request_id].segments.tail)
 
     for policy in POLICIES:
         engine.add(policy, prompt, params(policy))

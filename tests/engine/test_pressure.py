@@ -41,20 +41,20 @@ def prompts() -> list[list[int]]:
 def watched(engine, monkeypatch):
     """Preempted requests, and the numbers of tokens at which requests are compressed."""
     preempted, compressed = list[str](), defaultdict[str, list[int]](list)
-    preempt, plan = engine.scheduler._preempt_request, engine.scheduler._plan
+    preempt, plan = engine.scheduler._preempt_request, engine.scheduler._planner._plan
 
     def count_preempted(request, *args, **kwargs):
         preempted.append(request.request_id)
         preempt(request, *args, **kwargs)
 
-    def count_plan(request, *args, **fields):
-        done = plan(request, *args, **fields)
+    def count_plan(state, *args, **fields):
+        done, request = plan(state, *args, **fields), state.request
         if done:
             compressed[request.request_id.rsplit("-", 1)[0]].append(request.num_computed_tokens)
         return done
 
     monkeypatch.setattr(engine.scheduler, "_preempt_request", count_preempted)
-    monkeypatch.setattr(engine.scheduler, "_plan", count_plan)
+    monkeypatch.setattr(engine.scheduler._planner, "_plan", count_plan)
     assert engine.llm.reset_prefix_cache()
     return preempted, compressed
 

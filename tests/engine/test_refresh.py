@@ -50,15 +50,15 @@ def test_it_is_counted_and_reported(engine):
     (output,) = engine.generate([prompt], greedy(100, policy="keepkv", budget=128, refresh={"every": 24}))
     report = output.kv_transfer_params[REPORT_KEY]
     assert report["refreshes"] == 99 // 24  # the last token is not computed
-    assert report["external_bytes"] == engine.scheduler._limits.external_bytes(500 + 4 * 24)
+    assert report["external_bytes"] == engine.scheduler._admission.limits.external_bytes(500 + 4 * 24)
     (output,) = engine.generate([prompt], greedy(100, policy="keepkv", budget=128))
     assert "refreshes" not in output.kv_transfer_params[REPORT_KEY]
 
 
 def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
-    limits = engine.scheduler._limits
+    limits = engine.scheduler._admission.limits
     room = 2 * limits.external_bytes(640)
-    monkeypatch.setattr(engine.scheduler, "_limits", replace(limits, max_external_bytes=room))
+    monkeypatch.setattr(engine.scheduler._admission, "limits", replace(limits, max_external_bytes=room))
     rng = np.random.default_rng(34)
     params = greedy(40, policy="h2o", budget=128, refresh={"every": 16})
     for i in range(4):
@@ -69,8 +69,8 @@ def test_requests_wait_for_room_outside_the_pool(engine, monkeypatch):
         nonlocal most
         # Who waits holds nothing, or requests that wait for each other's room would wait for ever.
         running = {request.request_id for request in engine.scheduler.running}
-        assert engine.scheduler._external_bytes._by_request.keys() <= running
-        compressed = [r for r in engine.scheduler.running if r.request_id in engine.manager.segments]
+        assert {name for name, one in engine.scheduler._states.items() if one.external_bytes} <= running
+        compressed = [r for r in engine.scheduler.running if r.request_id in engine.segments]
         most = max(most, len(compressed))
         held.add(sum(engine.scheduler._size(request).external_bytes for request in compressed))
 

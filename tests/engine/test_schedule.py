@@ -1,11 +1,13 @@
 """When a request's cache is compressed and to what size, without an engine."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontSize, Segments
-from vllm_kvmerge.engine.schedule import KeptBytes, RequestCompression
+from vllm_kvmerge.engine.schedule import RequestCompression
+from vllm_kvmerge.engine.state import RequestState, RequestStates
 from vllm_kvmerge.policies.allocators.pyramid import Pyramid
 from vllm_kvmerge.request.limits import Limits, ModelShape
 from vllm_kvmerge.request.parameters import CompressionError, parse_compression
@@ -118,21 +120,23 @@ def test_a_windows_last_block_counts_as_a_whole():
 
 
 def test_memory_is_kept_for_whoever_came_first():
-    kept = KeptBytes()
-    assert kept.reserve("nothing", 0, 100) and not kept
-    assert kept.reserve("large", 1000, 100), "alone, it always has room"
-    assert not kept.reserve("small", 1, 100)
-    assert kept.reserve("large", 1000, 100), "as before"
-    kept.shrink("large", 60)
-    kept.shrink("unknown", 5)
-    assert kept.reserve("small", 40, 100) and len(kept) == 2
-    kept.keep({"large"})
-    assert kept.reserve("other", 40, 100) and len(kept) == 2, "who does not run holds nothing"
-    kept.keep({"large", "small"})
-    assert kept.reserve("small", 40, 100)
-    kept.release("large")
-    kept.release("large")
-    assert kept.reserve("other", 60, 100) and not kept.reserve("third", 1, 100)
+    limits, states = SimpleNamespace(kept_bytes=100, max_external_bytes=100), RequestStates()
+    sizes = {"nothing": 0, "large": 1000, "small": 40, "other": 60}
+    for name, size in sizes.items():
+        request, schedule = SimpleNamespace(request_id=name), SimpleNamespace(ring_bytes=size // 20, score_bytes=0)
+        schedule.score_bytes, schedule.external_bytes = size - schedule.ring_bytes, 0
+        states[name] = RequestState(request, schedule, 0)  # type: ignore[arg-type]
+    nothing, large, small, other = states.values()
+    assert states.reserve(nothing, limits) and states.reserve(large, limits), "alone, it always has room"
+    assert not states.reserve(small, limits) and states.reserve(large, limits), "as before"
+    large.shrink_kept()
+    small.shrink_kept()
+    assert (large.kept_bytes, small.kept_bytes) == (50, None)
+    assert states.reserve(small, limits) and not states.reserve(other, limits)
+    states.release_kept([large.request])
+    assert small.kept_bytes is None and states.reserve(small, limits), "who does not run holds nothing"
+    large.release_kept()
+    assert states.reserve(other, limits)
 
 
 def test_refreshes_come_every_so_many_tokens_and_are_compressions_of_all():

@@ -20,13 +20,13 @@ POOL = NUM_BLOCKS * BLOCK_SIZE
 def small_pool(engine: Engine) -> Iterator[None]:
     """The engine as if its pool had no other blocks."""
     assert engine.llm.reset_prefix_cache()
-    limits, is_small = engine.scheduler._limits, engine.scheduler._is_small
+    limits, is_small = engine.scheduler._admission.limits, engine.scheduler._is_small
     with engine.with_blocks(NUM_BLOCKS):
-        engine.scheduler._limits, engine.scheduler._is_small = replace(limits, pool_tokens=POOL), True
+        engine.scheduler._admission.limits, engine.scheduler._is_small = replace(limits, pool_tokens=POOL), True
         try:
             yield
         finally:
-            engine.scheduler._limits, engine.scheduler._is_small = limits, is_small
+            engine.scheduler._admission.limits, engine.scheduler._is_small = limits, is_small
     engine.assert_empty()
 
 
@@ -71,7 +71,7 @@ def test_what_would_never_fit_is_refused(engine, fields, length, why):
     with small_pool(engine):
         outputs = engine.generate([prompt, other], [greedy(max_tokens=5, **fields), greedy(max_tokens=5)])
         with pytest.raises(CompressionError, match=why):
-            engine.scheduler._limits.check_room(parse_compression(fields) if fields else None, length)
+            engine.scheduler._admission.limits.check_room(parse_compression(fields) if fields else None, length)
     answers = [output.outputs[0] for output in outputs]
     assert [(one.finish_reason, len(one.token_ids)) for one in answers] == [("error", 0), ("length", 5)]
 

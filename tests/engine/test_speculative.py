@@ -175,7 +175,7 @@ USED = {"morphkv": (), "weightedkv": ("scores", "aux"), "keepkv": ("scores", "au
 
 def statistics_of(engine: Engine, request_id: str, policy: str) -> list[dict[str, torch.Tensor]]:
     """Statistics and positions of a request's front, in each layer."""
-    segments, row = engine.manager.segments[request_id], engine.manager.req_to_blocks[request_id]
+    segments, row = engine.segments[request_id], engine.manager.req_to_blocks[request_id]
     blocks = [block.block_id for block in row[: -(-segments.front // engine.scheduler.block_size)]]
     planes = (*USED.get(policy, ("scores",)), "positions")
     return [
@@ -190,7 +190,7 @@ def fronts(engine: Engine, fields: dict[str, Any], prompt: list[int]) -> dict[in
     engine.add("watched", prompt, params(fields))
 
     def watch() -> None:
-        for request_id, segments in engine.manager.segments.items():
+        for request_id, segments in engine.segments.items():
             if segments.changed_at not in found:
                 found[segments.changed_at] = statistics_of(engine, request_id, fields["policy"])
 

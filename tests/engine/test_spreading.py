@@ -48,6 +48,11 @@ def named(engine: Engine, name: str):
     return request
 
 
+def at_work(engine: Engine) -> list[str]:
+    """Requests whose compression is under way."""
+    return [request_id for request_id, state in engine.scheduler._states.items() if state.work is not None]
+
+
 def step_into_the_middle(engine: Engine, name: str) -> str:
     """Until a part of the request's compression has been made, but not the last; its id in the scheduler."""
     request_id = named(engine, name).request_id
@@ -55,7 +60,7 @@ def step_into_the_middle(engine: Engine, name: str) -> str:
         if request_id in engine.compression._begun:
             break
         engine.llm.llm_engine.step()
-    assert engine.scheduler._spread.keys() == {request_id}
+    assert at_work(engine) == [request_id]
     return request_id
 
 
@@ -89,7 +94,7 @@ def test_a_request_computes_nothing_meanwhile_and_others_go_on(engine, policy):
             assert (long.num_computed_tokens, other.num_computed_tokens) == (before[0], before[1] + 1)
             assert engine.manager.num_held_blocks(request_id) == held, "a part's blocks are read until the last"
         engine.llm.llm_engine.step()
-        assert not engine.scheduler._spread and engine.manager.num_held_blocks(request_id) < held
+        assert not at_work(engine) and engine.manager.num_held_blocks(request_id) < held
         assert finish(engine) == {"long": expected}
 
 
@@ -108,7 +113,7 @@ def test_the_rest_is_done_at_once_when_nobody_waits_any_more(engine):
         step_into_the_middle(engine, "long")
         engine.llm.llm_engine.abort_request([f"other {index}" for index in range(2)])
         engine.llm.llm_engine.step()
-        assert not engine.scheduler._spread
+        assert not at_work(engine)
         assert finish(engine) == {"long": expected}
 
 
@@ -122,13 +127,13 @@ def test_a_request_that_ends_or_is_preempted_in_between(engine, policy):
             engine.add("gone", prompt, params(policy))
             step_into_the_middle(engine, "gone")
             engine.llm.llm_engine.abort_request(["gone"])
-            assert not engine.scheduler._spread and not engine.manager._still_read
+            assert not at_work(engine)
         engine.add("long", prompt, params(policy))
         request_id = step_into_the_middle(engine, "long")
         begun = engine.compression._begun[request_id]
         engine.scheduler.running.remove(named(engine, "long"))
         engine.scheduler._preempt_request(named(engine, "long"), 0.0)
-        assert not engine.scheduler._spread and not engine.manager._still_read
+        assert not at_work(engine)
         # Its prompt may be computed, and its compression begun, in the very next step.
         engine.llm.llm_engine.step()
         assert engine.compression._begun.get(request_id) is not begun

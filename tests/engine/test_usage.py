@@ -65,7 +65,7 @@ def test_the_report_says_what_was_used(engine, monkeypatch):
         return output.outputs[0].cumulative_logprob
 
     by_default = answer(0.01)
-    monkeypatch.setattr(engine.scheduler._model, "model_type", "qwen3")
+    monkeypatch.setattr(engine.scheduler._admission._model, "model_type", "qwen3")
     assert answer(0.1) == answer(0.1, lambda_k=0.1, lambda_v=0.1) != by_default
     assert answer(0.01, lambda_k=0.01, lambda_v=0.01) == by_default
     (plain,) = engine.generate([prompt], [params("full", 2)])

@@ -21,8 +21,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import FrontCache, HeldWindow, SharedFront
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments, WindowMove
+from vllm_kvmerge.engine.plan import FrontReport, FrontSize, Segments, WindowMove
 from vllm_kvmerge.engine.repetition import RepeatingRequest
+from vllm_kvmerge.engine.state import Offer, RequestState, RequestStates
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import cell_bytes, latent_cell_bytes
 
@@ -69,16 +70,6 @@ class Relocation:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A front that a request may begin with. copied: its blocks that the request writes to, and gets copies of. passed:
-    those of layers with a window that the request does not get, but which may be read in its first step."""
-
-    front: SharedFront
-    copied: tuple[KVCacheBlock, ...]
-    passed: tuple[KVCacheBlock, ...] = ()
-
-
-@dataclass(frozen=True)
 class Takeover:
     """A request's begin with a front: ids of blocks that are copied before the step, and of the request's own."""
 
@@ -100,54 +91,37 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.segments: dict[str, Segments] = {}
+        self.states = RequestStates()
+        """Of compressed requests: the scheduler's."""
         self.fronts: FrontCache | None = None
         """Compressed contexts in the prefix cache; None: there are none."""
         self.windows: Sequence[SingleTypeKVCacheManager] = ()
         """vLLM's managers of the other groups of layers, which have windows."""
-        self.most_tokens: dict[str, int] = {}
-        """Of requests that give slots back: most tokens that they have slots for at once."""
         self._retired: list[KVCacheBlock] = []
-        self._still_read: dict[str, list[KVCacheBlock]] = {}
-        """By request whose compression is under way: blocks that it gives up."""
         self._unclean: set[int] = set()
-        self._offers: dict[str, Offer] = {}
         self._taken_over: dict[str, Takeover] = {}
-        self._num_found: dict[str, int] = {}
-        """Blocks that a request found in the prefix cache when it was admitted."""
         self._superseded: dict[int, BlockHashWithGroupId] = {}
         """Hashes, by block, of what was computed for a context that is shared compressed, and not found since."""
 
-    def segments_of(self, request_id: str) -> Segments:
-        """The request's segments; of one that waits to begin with a front, those that it will have then."""
-        if (segments := self.segments.get(request_id)) is not None:
-            return segments
-        offer = self._offers.get(request_id)
-        return UNCOMPRESSED if offer is None else offer.front.segments
-
-    def offer(
-        self, request_id: str, front: SharedFront | None, writes: bool = False, hit: int = 0
-    ) -> tuple[list[KVCacheBlock], ...]:
-        """Offers a front to a request that waits, or takes an offer back (None). Returns the blocks of the request's
-        first ``hit`` tokens as if found in the prefix cache, for each group of layers: up to the last full one; of
-        layers with a window up to the last one, of which vLLM makes a copy if the hit ends in it. writes: the request
-        writes to the front; in any case to the block of its next token."""
-        self._offers.pop(request_id, None)
-        if front is None:
-            return ()
+    def offer(self, state: RequestState, front: SharedFront, writes: bool, hit: int) -> tuple[list[KVCacheBlock], ...]:
+        """Offers a front to a request that waits. Returns the blocks of its first ``hit`` tokens as if found in the
+        prefix cache, for each group of layers: up to the last full one; of layers with a window up to the last one, of
+        which vLLM makes a copy if the hit ends in it. writes: the request writes to the front; in any case to the block
+        of its next token."""
         groups, passed = {self.kv_cache_group_id: self._row(front, hit // self.block_size)}, list[KVCacheBlock]()
         for manager, window in zip(self.windows, front.windows, strict=True):
             groups[window.group] = rows = window.rows(-(-hit // manager.block_size), self._null_block)
             first = max(0, self._num_passed(manager, hit) - window.first_row)
             passed += [*window.blocks[:first], *window.blocks[max(0, len(rows) - window.first_row) :]]
         copied = front.blocks if writes else front.partial(self.block_size)
-        self._offers[request_id] = Offer(front, copied, tuple(passed))
+        state.offer = Offer(front, copied, tuple(passed))
         return tuple(groups[group] for group in sorted(groups))
 
-    def num_to_begin(self, request_id: str, rows: Sequence[list[KVCacheBlock]], num_tokens: int) -> int:
-        """Free blocks that a request of ``num_tokens`` needs to begin with the front that it is offered. rows: what
-        ``offer`` has returned."""
-        offer = self._offers[request_id]
+    def num_to_begin(self, state: RequestState, rows: Sequence[list[KVCacheBlock]]) -> int:
+        """Free blocks that a request needs to begin with the front that it is offered. rows: what ``offer`` has
+        returned."""
+        offer, num_tokens, request_id = state.offer, state.request.num_tokens, state.request.request_id
+        assert offer is not None
         front, hit = offer.front, min(offer.front.num_tokens, num_tokens - 1)
         num_rows = -(-num_tokens // self.block_size) - hit // self.block_size
         needed = self._get_num_evictable_blocks((*front.blocks, *offer.passed)) + len(offer.copied)
@@ -219,9 +193,9 @@ class MergeableAttentionManager(FullAttentionManager):
         self._unclean |= {block.block_id for block in front.blocks}
         self.fronts.add(front)
 
-    def computed_blocks(self, request_id: str) -> list[KVCacheBlock]:
+    def computed_blocks(self, state: RequestState) -> list[KVCacheBlock]:
         """The request's blocks without those that it found in the prefix cache."""
-        return self.req_to_blocks[request_id][self._num_found.get(request_id, 0) :]
+        return self.req_to_blocks[state.request.request_id][state.num_found :]
 
     def supersede(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Notes blocks in the prefix cache that a front takes the place of: those who ask for its context find it."""
@@ -251,7 +225,7 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def relocate(
         self,
-        request_id: str,
+        state: RequestState,
         num_tokens: int,
         new_front: FrontSize,
         num_computed: int | None = None,
@@ -266,6 +240,7 @@ class MergeableAttentionManager(FullAttentionManager):
         blocks of the pool, and hashed blocks that only this request holds, which lose their hash. The others go back
         to the pool with theirs. Returns None, and changes nothing, if there are not enough blocks.
         """
+        request_id = state.request.request_id
         row = self.req_to_blocks[request_id]
         num_front_blocks = new_front.num_blocks
         num_replaced = max(num_front_blocks, num_tokens // self.block_size)
@@ -295,13 +270,13 @@ class MergeableAttentionManager(FullAttentionManager):
         blocks = [block.block_id for block in front]
         taken = set(blocks)
         retired = [block for block in held if block.block_id not in taken]
-        if request_id in self.segments:
+        if state.front is not None:
             self._note_unclean(retired)
         num_freed = len(retired) - num_fresh
         moves = [self._own_window(request_id, one, first, len(rows), retired) for one, first, rows in windows]
-        self._still_read[request_id] = retired
+        state.given_up = retired
         places = new_front.places if new_front.share_blocks else 0
-        self.segments[request_id] = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
+        state.front = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
         return Relocation(blocks, [block.block_id for block in hole], num_freed, moves, in_place)
 
     def _windows_at(
@@ -335,26 +310,27 @@ class MergeableAttentionManager(FullAttentionManager):
         ids = ([block.block_id for block in blocks] for blocks in (before, after))
         return WindowMove(manager.kv_cache_group_id, first, *ids)
 
-    def shrink_front(self, request_id: str, report: FrontReport) -> int:
+    def shrink_front(self, state: RequestState, report: FrontReport) -> int:
         """Returns the blocks to the pool that a front turned out not to need; the number of them. A report of a front
         that has been replaced since is ignored.
 
         No step reads these blocks: heads' pages lie in the first ones from the beginning.
         """
-        segments = self.segments.get(request_id)
+        segments = state.front
         if segments is None or segments.changed_at != report.num_tokens:
             return 0
-        row, end = self.req_to_blocks[request_id], segments.tail // self.block_size
+        row, end = self.req_to_blocks[state.request.request_id], segments.tail // self.block_size
         surplus = [block for block in row[report.num_blocks : end] if not block.is_null]
         row[report.num_blocks : end] = [self._null_block] * (end - report.num_blocks)
         self._note_unclean(surplus)
         self.block_pool.free_blocks(reversed(surplus))
-        self.segments[request_id] = replace(segments, front=report.entries)
+        state.front = replace(segments, front=report.entries)
         return len(surplus)
 
-    def retire_read(self, request_id: str) -> None:
+    def retire_read(self, state: RequestState) -> None:
         """Retires what a request's compression gives up, whose last part follows the step."""
-        self._retired += self._still_read.pop(request_id)
+        self._retired += state.given_up
+        state.given_up = []
 
     @property
     def num_free_after_step(self) -> int:
@@ -379,14 +355,16 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def num_held_blocks(self, request_id: str) -> int:
         """Number of the pool's blocks that the request holds."""
-        held = self.req_to_blocks.get(request_id, ()), self._still_read.get(request_id, ())
+        state = self.states.get(request_id)
+        held = self.req_to_blocks.get(request_id, ()), () if state is None else state.given_up
         return sum(not block.is_null for blocks in held for block in blocks)
 
     def hashes_blocks_of(self, request: Request) -> bool:
         """Whether other requests may find the request's new blocks, of any layers, by hash."""
         # Once keys and values are approximations, so are hidden states of all layers. Nobody would look for a context
         # that is followed by a repetition.
-        return request.request_id not in self.segments and not isinstance(request, RepeatingRequest)
+        state = self.states.get(request.request_id)
+        return (state is None or state.front is None) and not isinstance(request, RepeatingRequest)
 
     def _has_partial_local_hit(self, new_computed_blocks: Sequence[KVCacheBlock], num_computed_tokens: int) -> bool:
         # The block in which a front's tail begins is not among those that are taken over.
@@ -398,20 +376,21 @@ class MergeableAttentionManager(FullAttentionManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, apply_admission_cap: bool = False, **kwargs: Any
     ) -> int:
-        if apply_admission_cap:  # vLLM asks whether the whole prompt finds room
-            num_tokens = min(num_tokens, self.most_tokens.get(request_id, num_tokens))
+        state = self.states.get(request_id)
+        if apply_admission_cap and state is not None:  # vLLM asks whether the whole prompt finds room
+            num_tokens = min(num_tokens, state.most_tokens)
         needed = super().get_num_blocks_to_allocate(
             request_id, num_tokens, *args, apply_admission_cap=apply_admission_cap, **kwargs
         )
-        if (offer := self._offers.get(request_id)) is not None:
+        if state is not None and (offer := state.offer) is not None:
             # The copy of a block that is not full is the request's next block, which it needs in any case. The block
             # itself must stay until it has been copied.
             partial = offer.front.partial(self.block_size)
             needed += len(offer.copied) - len(partial) + self._get_num_evictable_blocks((*partial, *offer.passed))
         return needed
 
-    def _begin_with_front(self, request_id: str, num_full: int, offer: Offer) -> None:
-        front, num_copied = offer.front, len(offer.copied)
+    def _begin_with_front(self, state: RequestState, num_full: int, offer: Offer) -> None:
+        front, num_copied, request_id = offer.front, len(offer.copied), state.request.request_id
         self.block_pool.touch(front.blocks)
         for window in front.windows:  # before any of them is given to somebody; vLLM takes those that the request gets
             self.block_pool.touch(window.blocks)
@@ -424,16 +403,17 @@ class MergeableAttentionManager(FullAttentionManager):
         row = self._row(front, num_full + len(front.partial(self.block_size)))
         self.req_to_blocks[request_id] = [copies.get(block.block_id, block) for block in row]
         self.num_cached_block[request_id] = num_full
-        self.segments[request_id] = front.segments
+        state.front, state.offer = front.segments, None
         self._taken_over[request_id] = Takeover(front, list(copies), [copy.block_id for copy in copies.values()])
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> None:
-        if (offer := self._offers.pop(request_id, None)) is not None:
-            self._begin_with_front(request_id, len(new_computed_blocks), offer)
-            return
-        self._num_found[request_id] = len(new_computed_blocks)
+        if (state := self.states.get(request_id)) is not None:
+            if state.offer is not None:
+                self._begin_with_front(state, len(new_computed_blocks), state.offer)
+                return
+            state.num_found = len(new_computed_blocks)
         for block in new_computed_blocks:
             self._superseded.pop(block.block_id, None)
         if self.enable_caching or not new_computed_blocks:
@@ -446,11 +426,12 @@ class MergeableAttentionManager(FullAttentionManager):
         self.num_cached_block[request_id] = len(new_computed_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self._offers.pop(request_id, None)
-        self._num_found.pop(request_id, None)
-        blocks = super().pop_blocks_for_free(request_id) + self._still_read.pop(request_id, [])
-        if self.segments.pop(request_id, None) is not None:
-            self._note_unclean(blocks)
+        blocks, state = super().pop_blocks_for_free(request_id), self.states.get(request_id)
+        if state is not None:
+            blocks += state.given_up
+            if state.front is not None:
+                self._note_unclean(blocks)
+            state.front, state.offer, state.num_found, state.given_up = None, None, 0, []
         return blocks
 
     def _note_unclean(self, blocks: list[KVCacheBlock]) -> None:

@@ -1,7 +1,7 @@
 """Compression under pressure (``trigger: pressure``): when the pool is short, and which requests give room."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -9,7 +9,8 @@ from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.plan import FrontSize
-from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
+from vllm_kvmerge.engine.schedule import cdiv
+from vllm_kvmerge.engine.state import RequestState
 from vllm_kvmerge.policies.errors import PartError
 
 
@@ -17,7 +18,7 @@ from vllm_kvmerge.policies.errors import PartError
 class Relief:
     """What the pool gains if a request is compressed: its new front, and blocks."""
 
-    request: Request
+    state: RequestState
     new_front: FrontSize
     num_blocks: int
 
@@ -25,7 +26,7 @@ class Relief:
 class Pressure:
     """Shortages of blocks, and the requests whose compression ends them.
 
-    compressions: of all requests, by id. step_tokens: most tokens of a step. watermark: blocks that vLLM leaves free
+    step_tokens: most tokens of a step. watermark: blocks that vLLM leaves free
     when it admits a request. num_drafts: most drafts of a request in a step. is_async: a step is scheduled while the
     one before it is computed.
     """
@@ -33,13 +34,12 @@ class Pressure:
     def __init__(
         self,
         manager: MergeableAttentionManager,
-        compressions: Mapping[str, RequestCompression],
         step_tokens: int,
         watermark: int,
         num_drafts: int,
         is_async: bool,
     ) -> None:
-        self._manager, self._compressions = manager, compressions
+        self._manager = manager
         self._step_tokens, self._watermark = step_tokens, watermark
         self._num_drafts, self._is_async = num_drafts, is_async
         self._asked = "", 0
@@ -77,7 +77,7 @@ class Pressure:
         self,
         running: Sequence[Request],
         first_waiting: Request | None,
-        asleep: Iterable[Request],
+        asleep: Iterable[RequestState],
         on_error: Callable[[str, PartError], None],
     ) -> list[Relief]:
         """The compressions of requests ``asleep`` that end a shortage, largest gain first; none if there is none.
@@ -133,20 +133,19 @@ class Pressure:
         request_id, needed = self._asked
         return needed + self._watermark if request_id == request.request_id else 0
 
-    def _possible(self, requests: Iterable[Request], on_error: Callable[[str, PartError], None]) -> Iterable[Relief]:
-        for request in requests:
-            request_id, num_computed = request.request_id, request.num_computed_tokens
-            compression, segments = self._compressions[request_id], self._manager.segments_of(request_id)
-            if not compression.may_relieve(segments, num_computed):
+    def _possible(self, states: Iterable[RequestState], on_error: Callable[[str, PartError], None]) -> Iterable[Relief]:
+        for state in states:
+            request_id, num_computed = state.request.request_id, state.request.num_computed_tokens
+            if not state.schedule.may_relieve(state.segments, num_computed):
                 continue
             try:
-                new_front = compression.new_front(segments, num_computed)
+                new_front = state.schedule.new_front(state.segments, num_computed)
             except PartError as error:
                 on_error(request_id, error)
                 continue
             num_blocks = self._manager.num_to_free(request_id, num_computed, new_front)
             if num_blocks > 0:
-                yield Relief(request, new_front, num_blocks)
+                yield Relief(state, new_front, num_blocks)
 
 
 def _passed(manager: SingleTypeKVCacheManager, num_computed: int) -> int:

@@ -5,7 +5,6 @@ asynchronous scheduling. Where a front's size depends on data, it is counted at 
 return blocks, and to repeat a compression, but never to decide when. This module does not depend on vLLM.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -244,36 +243,3 @@ class RequestCompression:
         if self.is_refresh(segments, num_tokens):
             return self.covered(segments, num_tokens)
         return segments.num_places + num_tokens - segments.tail
-
-
-class KeptBytes:
-    """Bytes reserved in workers outside the pool, by request, until it ends or is preempted.
-
-    A request that runs alone always finds room. Others wait, as they do for blocks.
-    """
-
-    def __init__(self) -> None:
-        self._by_request: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_request)
-
-    def reserve(self, request_id: str, num_bytes: int, max_bytes: int) -> bool:
-        """Reserves ``num_bytes`` unless done before; False if all requests would exceed ``max_bytes``."""
-        if num_bytes and request_id not in self._by_request:
-            if self._by_request and sum(self._by_request.values()) + num_bytes > max_bytes:
-                return False
-            self._by_request[request_id] = num_bytes
-        return True
-
-    def keep(self, request_ids: Set[str]) -> None:
-        """Releases what all other requests have reserved."""
-        for request_id in self._by_request.keys() - request_ids:
-            del self._by_request[request_id]
-
-    def shrink(self, request_id: str, num_bytes: int) -> None:
-        if request_id in self._by_request:
-            self._by_request[request_id] = num_bytes
-
-    def release(self, request_id: str) -> None:
-        self._by_request.pop(request_id, None)

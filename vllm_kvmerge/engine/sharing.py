@@ -1,7 +1,7 @@
 """Contexts that requests share: who leaves compressed fronts in the prefix cache, and who begins with one."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -11,29 +11,20 @@ from vllm_kvmerge.engine.accounting import Accounts
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import PART, TURN, FrontCache, HeldWindow, SharedFront
 from vllm_kvmerge.engine.metrics import count_context
-from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn, Segments
+from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn
 from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
+from vllm_kvmerge.engine.state import RequestState
 from vllm_kvmerge.policies.errors import PartError
 
 
 class ContextSharing:
     """The scheduler's side of shared contexts. Without a ``FrontCache`` of its ``manager`` none are shared.
 
-    compressions: of the scheduler's requests. engine: its index. proofs: of what requests were given.
+    engine: the scheduler's index. accounts: of what requests were given.
     """
 
-    def __init__(
-        self,
-        manager: MergeableAttentionManager,
-        compressions: Mapping[str, RequestCompression],
-        engine: int,
-        accounts: Accounts,
-    ) -> None:
-        self._manager, self._compressions, self._engine = manager, compressions, engine
-        self._accounts = accounts
-        self._keys: dict[str, BlockHash | None] = {}
-        self._parts: dict[str, dict[int, BlockHash]] = {}
-        """Keys of a context's parts, longest first, by the number of their tokens."""
+    def __init__(self, manager: MergeableAttentionManager, engine: int, accounts: Accounts) -> None:
+        self._manager, self._engine, self._accounts = manager, engine, accounts
         self._unshared: dict[BlockHash, SharedFront | None] = {}
         """Fronts that steps in flight make: the copies that they are in, or None where their requests hold them."""
         self._cleared = Counter[BlockHash]()
@@ -42,80 +33,69 @@ class ContextSharing:
         """By request that has ended since the last step."""
 
     def __len__(self) -> int:
-        """Number of requests and of steps in flight that it knows."""
-        return len(self._keys) + len(self._parts) + len(self._unshared) + len(self._cleared)
+        """Number of steps in flight that it knows."""
+        return len(self._unshared) + len(self._cleared)
 
-    def key(self, request: Request) -> BlockHash | None:
-        """The key of the request's compressed context; None: it is not shared."""
-        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
-        if fronts is None or compression is None or not compression.shares_context:
-            return None
-        if request.request_id not in self._keys:
-            key = fronts.key(request, compression.context, compression.config.front_policy)
-            self._keys[request.request_id] = key
-        return self._keys[request.request_id]
+    def keys(self, request: Request, schedule: RequestCompression) -> dict[int, BlockHash]:
+        """``RequestState.keys``; none: its context is not shared."""
+        fronts = self._manager.fronts
+        if fronts is None or not schedule.shares_context:
+            return {}
+        keys = {schedule.context: fronts.key(request, schedule.context, schedule.config.front_policy)}
+        try:
+            parts = schedule.parts_of_context()
+        except PartError:  # it is told when the compression is due
+            parts = []
+        # A share of a longer context is another budget.
+        policy = schedule.config.front_policy, PART, str(schedule.budget)
+        keys |= {count: fronts.key(request, count, *policy) for count in reversed(parts)}
+        return {count: key for count, key in keys.items() if key is not None}
 
-    def front_of(self, request: Request) -> SharedFront | None:
+    def front_of(self, state: RequestState) -> SharedFront | None:
         """The front of the request's context, if it is in the prefix cache."""
-        key, fronts = self.key(request), self._manager.fronts
+        key, fronts = state.keys.get(state.schedule.context), self._manager.fronts
         return None if key is None or fronts is None else fronts.find(key)
 
-    def _keys_of_parts(self, request: Request) -> dict[int, BlockHash]:
-        """Keys of the context's parts that are compressed before its end, longest first, by their numbers of tokens."""
-        fronts, compression = self._manager.fronts, self._compressions[request.request_id]
-        if fronts is None or compression.chunk is None or not compression.shares_context:
-            return {}
-        if request.request_id not in self._parts:
-            try:
-                counts = compression.parts_of_context()
-            except PartError:  # it is told when the compression is due
-                counts = []
-            # A share of a longer context is another budget.
-            policy = compression.config.front_policy, PART, str(compression.budget)
-            keys = {count: fronts.key(request, count, *policy) for count in reversed(counts)}
-            self._parts[request.request_id] = {count: key for count, key in keys.items() if key is not None}
-        return self._parts[request.request_id]
-
-    def first_front(self, request: Request) -> SharedFront | None:
+    def first_front(self, state: RequestState) -> SharedFront | None:
         """What the request can begin with in the prefix cache: the longest turn, otherwise its context's front, or that
         of the longest part of it."""
-        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
-        if fronts is None or compression is None or request.skip_reading_prefix_cache:
+        fronts, request, schedule = self._manager.fronts, state.request, state.schedule
+        if fronts is None or request.skip_reading_prefix_cache:
             return None
         turn = None
-        if compression.config.reuse == "turns":
-            turn = fronts.find_turn(request, compression.config.front_policy)
-            due_at = None if turn is None else compression.next_compression(turn.segments)
+        if schedule.config.reuse == "turns":
+            turn = fronts.find_turn(request, schedule.config.front_policy)
+            due_at = None if turn is None else schedule.next_compression(turn.segments)
             if turn is not None and due_at is not None and due_at <= turn.num_tokens:
                 turn = None  # it is left over from a larger budget
             # A front of the whole prompt is of somebody who has asked the same, but not of this session.
             if turn is not None and (
-                compression.context < turn.num_tokens or compression.context == request.num_prompt_tokens
+                schedule.context < turn.num_tokens or schedule.context == request.num_prompt_tokens
             ):
                 return turn
-        front = self.front_of(request)
+        front = self.front_of(state)
         # The last token's slot must not be one of the front's.
         if front is not None and len(front.blocks) <= (request.num_tokens - 1) // self._manager.block_size:
             return front
-        parts = self._keys_of_parts(request).values()
+        parts = (key for num_tokens, key in state.keys.items() if num_tokens < schedule.context)
         part = next((found for key in parts if (found := fronts.find(key)) is not None), None)
         return max((one for one in (turn, part) if one is not None), key=lambda one: one.num_tokens, default=None)
 
-    def adoptions(self, requests: Mapping[str, Request]) -> dict[str, Adoption]:
+    def adoptions(self) -> dict[str, Adoption]:
         """Of the requests that vLLM has just given fronts."""
         adoptions, block_size = dict[str, Adoption](), self._manager.block_size
         for request_id, taken in self._manager.take_takeovers().items():
-            compression, front = self._compressions[request_id], taken.front
-            restores_output = front.num_tokens == requests[request_id].num_tokens
+            state, front = self._manager.states[request_id], taken.front
+            schedule, restores_output = state.schedule, front.num_tokens == state.request.num_tokens
             restored = self._restored_windows(request_id, front) if restores_output else []
             adoptions[request_id] = Adoption(
                 key=front.key,
-                compression=compression.config.text,
+                compression=schedule.config.text,
                 front=front.segments.num_places,
                 tail=front.segments.tail,
                 num_tokens=front.num_tokens,
-                is_partial=compression.is_in_context(front.segments),
-                query_window=compression.query_window,
+                is_partial=schedule.is_in_context(front.segments),
+                query_window=schedule.query_window,
                 sources=taken.sources,
                 blocks=taken.blocks,
                 restores_output=restores_output,
@@ -124,8 +104,9 @@ class ContextSharing:
             )
             if restores_output and front.num_tokens % block_size == 0:
                 self._manager.retire(request_id, front.num_tokens // block_size - 1)
+            state.adopted()
             self._accounts.note_reused(request_id, front)
-            count_context(compression.config.name, self._engine, front.num_tokens)
+            count_context(state.name, self._engine, front.num_tokens)
         return adoptions
 
     def _restored_windows(self, request_id: str, front: SharedFront) -> list[tuple[int, int]]:
@@ -137,28 +118,28 @@ class ContextSharing:
             pairs.append((held.blocks[row - held.first_row].block_id, one.req_to_blocks[request_id][row].block_id))
         return pairs
 
-    def new_contexts(self, request_ids: Iterable[str], requests: Mapping[str, Request]) -> list[str]:
+    def new_contexts(self, request_ids: Iterable[str]) -> list[str]:
         """Those of a step's requests whose contexts end with it, and are shared."""
         return [
             request_id
             for request_id in request_ids
-            if (compression := self._compressions.get(request_id)) is not None
-            and requests[request_id].num_computed_tokens == compression.context
-            and compression.is_in_context(self._manager.segments_of(request_id))
-            and self.key(requests[request_id]) is not None
+            if (state := self._manager.states.get(request_id)) is not None
+            and state.schedule.context in state.keys
+            and state.request.num_computed_tokens == state.schedule.context
+            and state.schedule.is_in_context(state.segments)
         ]
 
-    def plan(self, request: Request, blocks: list[int], num_tokens: int) -> tuple[BlockHash | None, list[int]]:
-        """Key of the front of the request's first ``num_tokens``, its context or a part of it, that a compression makes
-        in ``blocks`` (ids), None if it is not shared; and ids of the blocks that it is to be copied to, none if it can
-        be shared where it is."""
-        fronts, compression = self._manager.fronts, self._compressions[request.request_id]
-        is_whole = num_tokens >= compression.context
-        key = self.key(request) if is_whole else self._keys_of_parts(request).get(num_tokens)
+    def plan(self, state: RequestState, blocks: list[int]) -> tuple[BlockHash | None, list[int]]:
+        """Key of the front of what the request has computed, its context or a part of it, that a compression makes in
+        ``blocks`` (ids), None if it is not shared; and ids of the blocks that it is to be copied to, none if it can be
+        shared where it is."""
+        fronts, schedule, num_tokens = self._manager.fronts, state.schedule, state.request.num_computed_tokens
+        is_whole = num_tokens >= schedule.context
+        key = state.keys.get(min(num_tokens, schedule.context))
         if key is None or fronts is None:
             return None, []
         if is_whole:
-            count_context(compression.config.name, self._engine, 0)
+            count_context(state.name, self._engine, 0)
         # New tokens may go to the last block of a front that saves none.
         if fronts.is_known(key) or len(blocks) > num_tokens // self._manager.block_size:
             return None, []
@@ -166,16 +147,15 @@ class ContextSharing:
         if not is_whole and 2 * len(blocks) > self._manager.block_pool.get_num_free_blocks():
             return None, []
         front, copies = None, list[KVCacheBlock]()
-        if compression.config.tracks(is_partial=not is_whole):
-            windows = self._manager.hold_windows(request.request_id, num_tokens)
+        if schedule.config.tracks(is_partial=not is_whole):
+            windows = self._manager.hold_windows(state.request.request_id, num_tokens)
             if windows is None:
                 return None, []
             taken = self._manager.copy_of(len(blocks))
             if taken is None:
                 self._manager.block_pool.free_blocks(block for one in windows for block in one.blocks)
                 return None, []
-            copies, segments = taken, self._manager.segments_of(request.request_id)
-            front = _front_of_context(key, segments, taken, compression, windows)
+            copies, front = taken, _front_of_context(key, state, taken, windows)
         self._unshared[key] = front
         fronts.expect(key)
         return key, [block.block_id for block in copies]
@@ -189,17 +169,17 @@ class ContextSharing:
         if self._cleared[key]:
             self._cleared -= Counter([key])  # drops those whose number is 0
             return
-        front, segments = self._unshared.pop(key), self._manager.segments_of(plan.request_id)
+        front, state = self._unshared.pop(key), self._manager.states.get(plan.request_id)  # None: it has ended
         reported = report.fronts.get(plan.request_id)
         windows = None
-        if front is None and segments.changed_at == plan.seq_len:
+        if front is None and state is not None and state.segments.changed_at == plan.seq_len:
             windows = self._manager.hold_windows(plan.request_id, plan.seq_len)
-        if windows is not None:
+        if state is not None and windows is not None:
             blocks = self._manager.req_to_blocks[plan.request_id][
                 : reported.num_blocks if reported else len(plan.blocks)
             ]
             self._manager.block_pool.touch(blocks)
-            front = _front_of_context(key, segments, blocks, self._compressions[plan.request_id], windows)
+            front = _front_of_context(key, state, blocks, windows)
         elif front is not None and reported is not None:
             self._manager.discard(front.blocks[reported.num_blocks :])
             front = replace(
@@ -233,21 +213,13 @@ class ContextSharing:
             self._manager.discard(front.all_blocks)
         fronts.forget(key)
 
-    def end(self, request: Request, is_whole: bool = True) -> None:
-        """Forgets a request that ends, which still has its blocks; its turn is kept if it asked for that. is_whole:
-        no compression of it is under way."""
-        if is_whole:
-            self._keep_turn(request)
-        self._keys.pop(request.request_id, None)
-        self._parts.pop(request.request_id, None)
-
-    def _keep_turn(self, request: Request) -> None:
+    def keep_turn(self, state: RequestState) -> None:
         """Leaves what a request holds that ends as it should in the prefix cache, if it asked for that."""
-        fronts, compression = self._manager.fronts, self._compressions.get(request.request_id)
-        if fronts is None or compression is None or compression.config.reuse != "turns":
+        fronts, request, schedule = self._manager.fronts, state.request, state.schedule
+        if fronts is None or schedule.config.reuse != "turns":
             return
         # A step in flight has computed the last token too, and has counted its query.
-        segments, num_tokens = self._manager.segments_of(request.request_id), request.num_tokens - 1
+        segments, num_tokens = state.segments, request.num_tokens - 1
         if request.num_in_flight_tokens and segments.tail <= num_tokens:
             num_tokens = min(request.num_tokens, request.num_computed_tokens)
         # vLLM takes a hit without a full block for none.
@@ -255,7 +227,7 @@ class ContextSharing:
         is_whole = is_whole and num_tokens >= self._manager.block_size
         if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED) or not is_whole:
             return
-        policy = compression.config.front_policy
+        policy = schedule.config.front_policy
         key = fronts.key(request, num_tokens, policy, TURN)
         if key is None or key in fronts:
             return
@@ -265,7 +237,7 @@ class ContextSharing:
         table = self._manager.req_to_blocks[request.request_id][: cdiv(num_tokens, self._manager.block_size)]
         rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
         self._manager.block_pool.touch(blocks)
-        turn, num_bytes = fronts.turn(request, num_tokens, policy), compression.shared_bytes(num_tokens)
+        turn, num_bytes = fronts.turn(request, num_tokens, policy), schedule.shared_bytes(num_tokens)
         kept = self._accounts.kept(request.request_id)
         self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept, windows))
         self._turns[request.request_id] = KeptTurn(key, num_tokens, num_bytes > 0)
@@ -281,11 +253,8 @@ class ContextSharing:
 
 
 def _front_of_context(
-    key: BlockHash,
-    segments: Segments,
-    blocks: list[KVCacheBlock],
-    compression: RequestCompression,
-    windows: tuple[HeldWindow, ...],
+    key: BlockHash, state: RequestState, blocks: list[KVCacheBlock], windows: tuple[HeldWindow, ...]
 ) -> SharedFront:
-    rows, num_bytes = tuple(range(len(blocks))), compression.shared_bytes(segments.tail)
+    segments = state.segments
+    rows, num_bytes = tuple(range(len(blocks))), state.schedule.shared_bytes(segments.tail)
     return SharedFront(key, segments, segments.tail, rows, tuple(blocks), num_bytes, windows=windows)

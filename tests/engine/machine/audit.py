@@ -8,6 +8,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_block_hash,
 
 from tests.engine.machine.setting import BLOCK_SIZE
 from tests.engine.machine.worker import GROUPS, Worker, root
+from vllm_kvmerge.engine.plan import UNCOMPRESSED
 from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
 
 
@@ -60,8 +61,8 @@ class Audit:
         for manager in self._scheduler._managers:
             for blocks in manager.req_to_blocks.values():
                 add(block for block in blocks if not block.is_null)
-        for blocks in self._manager._still_read.values():
-            add(blocks)
+        for state in self._manager.states.values():
+            add(state.given_up)
         for front in self._scheduler._sharing._unshared.values():
             add(() if front is None else front.all_blocks)
         if (fronts := self._manager.fronts) is not None:
@@ -128,9 +129,10 @@ class Audit:
             if sequence is None or sequence.computed != request.num_computed_tokens:
                 continue  # preempted since, or about to begin
             self._worker.check_readable(name)
-            if name in self._scheduler._spread:
+            state = self._manager.states.get(name)
+            if state is not None and state.work is not None:
                 continue
-            segments = self._manager.segments_of(name)
+            segments = UNCOMPRESSED if state is None else state.segments
             known = segments.num_places, segments.tail, segments.changed_at
             expected = sequence.places, sequence.tail, sequence.changed_at
             assert known == expected, f"scheduler and worker do not hold the same of {name}"
@@ -143,9 +145,9 @@ class Audit:
         free = self._pool.get_num_free_blocks()
         assert free == self._pool.num_gpu_blocks - 1, f"{free} of {self._pool.num_gpu_blocks - 1} blocks are free"
         for owner, names in (
-            (manager, "segments _still_read _offers _taken_over most_tokens _num_found"),
-            (scheduler, "_compressions _due _spread _repeating _orphans _reported _unreported _kept_bytes"),
-            (scheduler, "_external_bytes _sharing _failed _accounts"),
+            (manager, "states _taken_over"),
+            (scheduler, "_sharing _failed _accounts"),
+            (scheduler._repetitions, "orphans"),
             (scheduler._contexts, "_asked"),
         ):
             for name in names.split():
@@ -157,7 +159,7 @@ class Audit:
             assert not fronts._expected, "fronts are awaited that nobody makes"
             assert set(worker.fronts) == set(fronts._fronts), "worker and scheduler know different fronts"
             assert not fronts._pinned, "fronts are pinned that nobody keeps"
-        known = {number for number, _ in scheduler._known_scores._known.values()}
+        known = {number for number, _ in scheduler._repetitions.known_scores._known.values()}
         assert set(worker.known_scores) == known, "worker and scheduler know different scores"
         assert scheduler.reset_prefix_cache(), "the prefix cache cannot be reset"
         if fronts is not None:

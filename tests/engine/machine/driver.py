@@ -46,17 +46,17 @@ class Driver:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.scheduler = setting.scheduler()
-        limits = self.scheduler._limits
+        limits = self.scheduler._admission.limits
         if setting.external_tokens is not None:
             max_bytes = limits.external_bytes(setting.external_tokens)
-            self.scheduler._limits = replace(limits, max_external_bytes=max_bytes)
+            self.scheduler._admission.limits = replace(limits, max_external_bytes=max_bytes)
         if setting.has_prefix_cache:  # some contexts' scores at a time
-            self.scheduler._known_scores = KnownScores(limits.prompt_score_bytes(70))
+            self.scheduler._repetitions.known_scores = KnownScores(limits.prompt_score_bytes(70))
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.events = Counter[str]()
         num_groups = len(self.scheduler.kv_cache_config.kv_cache_groups)
         self.worker = Worker(setting.num_blocks, num_groups, self._holders, self.events)
-        self.scheduler._pace = TruePace(self.worker)
+        self.scheduler._planner._pace = TruePace(self.worker)
         self.audit = Audit(self.scheduler, self.worker)
         self.texts: list[tuple[list[int], dict[str, Any] | None, str | None]] = []
         """Tokens of requests that have ended, what they asked for, and their salts."""
@@ -107,11 +107,13 @@ class Driver:
         )
         self.worker.asked[name], self._fields[name] = Asked(salt), fields
         self.scheduler.add_request(request)
-        compression = self.scheduler._compressions.get(name)
-        if compression is not None:
-            config = compression.config
+        state = self.scheduler._states.get(name)
+        if state is not None:
+            config = state.schedule.config
             tracker = config.policy.tracker
-            asked = Asked(salt, config.front_policy, compression.context, f"{tracker.name} {tracker.model_dump_json()}")
+            asked = Asked(
+                salt, config.front_policy, state.schedule.context, f"{tracker.name} {tracker.model_dump_json()}"
+            )
             self.worker.asked[name] = asked
             self.events[f"policy {config.name}"] += 1
         self._did("requests")

@@ -1,0 +1,247 @@
+"""Which compressions follow a step: those that are due, parts of one that takes long, and those that end a shortage."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+
+from vllm.v1.request import Request
+
+from vllm_kvmerge.engine.accounting import Accounts
+from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.metrics import count_compression, count_freed, count_refresh, count_relief
+from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, CompressionStep, FrontSize
+from vllm_kvmerge.engine.pressure import Pressure
+from vllm_kvmerge.engine.repetition import RepeatingRequest
+from vllm_kvmerge.engine.sharing import ContextSharing
+from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, Pace, SpreadCompression
+from vllm_kvmerge.engine.state import RequestState
+from vllm_kvmerge.policies.errors import PartError
+
+
+class Planner:
+    """Plans the compressions of running requests.
+
+    num_heads: KV heads of all layers. bytes_per_block: over all workers. engine: its index. fail: ends a request, by
+    id, with an error.
+    """
+
+    def __init__(
+        self,
+        manager: MergeableAttentionManager,
+        sharing: ContextSharing,
+        accounts: Accounts,
+        pressure: Pressure,
+        num_heads: int,
+        bytes_per_block: int,
+        engine: int,
+        fail: Callable[[str, Exception], None],
+    ) -> None:
+        self._manager, self._sharing, self._accounts = manager, sharing, accounts
+        self._pressure, self._bytes_per_block, self._engine, self._fail = pressure, bytes_per_block, engine, fail
+        self._pace, self._turns = Pace(num_heads), count()
+
+    def _states(self, running: Sequence[Request]) -> list[RequestState]:
+        states = self._manager.states
+        return [state for request in running if (state := states.get(request.request_id)) is not None]
+
+    def drop(self, state: RequestState) -> None:
+        """Drops the request's compression if it is under way."""
+        if state.work is not None:
+            self._sharing.drop(state.work.plan)
+            state.work = None
+
+    def learn(self, report: CompressionReport) -> None:
+        """Takes into account how far workers have come, and what fronts came to whose size depends on data."""
+        self._pace.learn(report.spent)
+        states = self._manager.states  # not those that have ended
+        for request_id in report.fronts.keys() & states.keys():
+            state, front = states[request_id], report.fronts[request_id]
+            state.reported[front.num_tokens] = front
+            self._count_freed(state, self._manager.shrink_front(state, front) + state.unreported)
+            state.unreported = 0
+        for request_id in report.progress.keys() & states.keys():
+            if (work := states[request_id].work) is not None:
+                work.learn(report.progress[request_id])
+
+    # Compressions that are due.
+
+    def compress_due(
+        self,
+        running: list[Request],
+        scheduled: dict[str, int],
+        step: CompressionStep,
+        preempt: Callable[[Request], None],
+    ) -> None:
+        """Adds the compressions due after ``step``, and parts of one that is spread. scheduled: tokens of the step, by
+        request. preempt: takes a request out of ``running``."""
+        is_awaited = self._is_awaited(running, scheduled)
+        room = self._pace.room(is_awaited)
+        waiting, seconds = self._plan_due(running, step, is_awaited, room)
+        while waiting and not (scheduled or step.plans or self._at_work(running)):
+            # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
+            preempt(waiting[-1])
+            waiting, seconds = self._plan_due(running, step, is_awaited, room)
+        for state in self._at_work(running) if room else ():
+            assert state.work is not None
+            part = state.work.next_part(max(LEAST_SECONDS, room - seconds), self._pace) if is_awaited else None
+            if part is None:
+                self._complete(state, step)
+            else:
+                step.parts.append(part)
+        step.is_awaited = is_awaited and bool(step.plans or step.parts)
+
+    def _at_work(self, running: Sequence[Request]) -> list[RequestState]:
+        """Those whose compression is spread over steps: one at a time."""
+        return [state for state in self._states(running) if state.work is not None]
+
+    def _is_awaited(self, running: Sequence[Request], scheduled: Mapping[str, int]) -> bool:
+        """True if requests are computed in this step whose next tokens wait for compressions of others."""
+        states = self._manager.states
+        return any(
+            request.request_id in scheduled
+            and not isinstance(request, RepeatingRequest)
+            and ((state := states.get(request.request_id)) is None or not state.is_due)
+            for request in running
+        )
+
+    def _plan_due(
+        self, running: Sequence[Request], step: CompressionStep, is_awaited: bool, room: float
+    ) -> tuple[list[Request], float]:
+        """Adds to ``step`` the compressions due after it; returns the requests that found no room for theirs, and the
+        seconds of the others. is_awaited: other requests wait for their next tokens. room: seconds that there are for
+        compressions; 0: none are added.
+
+        A step takes as many as fit, less what one that is spread gets, and at least one; a refresh alone. If other
+        requests wait, a longer one is spread. The others are deferred to the next steps, longest wait first; until then
+        their requests compute nothing.
+        """
+        due, waiting, seconds = self._due(running, step), list[Request](), 0.0
+        for state in due if room else ():
+            try:
+                new_front, estimate = state.new_front(), self._pace.seconds(state.kind, state.num_entries)
+            except PartError as error:
+                self._fail(state.request.request_id, error)
+                state.due_since = None
+                continue
+            is_spread, at_work = is_awaited and estimate > STEP_SECONDS and not state.ends_now, self._at_work(running)
+            if is_spread and at_work:
+                continue  # one after the other: together, both would take as long as the longer one
+            # A refresh has a step's time to itself: it moves the complete cache too, how fast is not known.
+            is_alone = state.is_refresh or (step.plans and step.plans[0].is_refresh)
+            left = room - seconds - (LEAST_SECONDS if at_work else 0.0)
+            if step.plans and (is_alone or (not is_spread and estimate > left)):
+                break
+            if self._plan(state, new_front, step, is_spread):
+                seconds += 0.0 if is_spread else estimate
+            else:
+                waiting.append(state.request)
+        return waiting, seconds
+
+    def _due(self, running: Sequence[Request], step: CompressionStep) -> list[RequestState]:
+        """Those to be compressed now, longest wait first. Adds to ``step`` the queries that others need."""
+        due = list[RequestState]()
+        for state in self._states(running):
+            if (window := state.window()) is not None and not state.awaits_pressure:
+                step.windows[state.request.request_id] = window
+            if not (state.is_due and state.is_scored):
+                state.due_since = None
+                continue
+            if state.due_since is None:
+                state.due_since = next(self._turns)
+            due.append(state)
+        return sorted(due, key=lambda state: state.due_since or 0)
+
+    # Compressions under pressure.
+
+    def relieve_pressure(
+        self, running: Sequence[Request], first_waiting: Request | None, step: CompressionStep
+    ) -> None:
+        """Adds to ``step`` the compressions that end a shortage of blocks: as many as fit into ``STEP_SECONDS``, and at
+        least one."""
+        asleep = [state for state in self._states(running) if state.awaits_pressure and state.work is None]
+        if not asleep:
+            return
+        for state in asleep:
+            if (window := state.window()) is not None:
+                step.windows[state.request.request_id] = window
+        seconds = 0.0
+        for relief in self._pressure.reliefs(running, first_waiting, asleep, self._fail):
+            state = relief.state
+            seconds += self._pace.seconds(state.kind, state.num_entries)
+            if step.plans and seconds > STEP_SECONDS:
+                break
+            # Not spread: blocks are needed at once.
+            if self._plan(state, relief.new_front, step, is_spread=False):
+                count_relief(state.name, self._engine)
+
+    # One compression.
+
+    def _plan(self, state: RequestState, new_front: FrontSize, step: CompressionStep, is_spread: bool) -> bool:
+        """Adds the request's compression to ``step``; False if there is no room to copy shared blocks. is_spread: it
+        begins with this step and is spread over the next ones."""
+        request, schedule, segments = state.request, state.schedule, state.segments
+        num_computed, kind, num_entries = request.num_computed_tokens, state.kind, state.num_entries
+        is_refresh, num_tokens = state.is_refresh, schedule.covered(segments, num_computed)
+        computed = self._manager.computed_blocks(state)
+        self._accounts.note(request)
+        turns_windows = schedule.config.positions == "cache"
+        relocation = self._manager.relocate(state, num_tokens, new_front, num_computed, turns_windows)
+        if relocation is None:
+            return False
+        is_of_context = schedule.is_in_context(segments)
+        is_partial = is_of_context and num_computed < schedule.context
+        key, copies = self._sharing.plan(state, relocation.blocks) if is_of_context else (None, [])
+        plan = CompressionPlan(
+            request_id=request.request_id,
+            compression=schedule.config.text,
+            front=segments.num_places,
+            tail=segments.tail,
+            num_tokens=num_tokens,
+            budget=schedule.budget,
+            new_front=new_front.places,
+            blocks=relocation.blocks,
+            hole=relocation.hole,
+            in_place=segments.are_compressed and relocation.in_place,
+            share_blocks=new_front.share_blocks,
+            has_pages=new_front.has_pages,
+            may_shrink=new_front.may_shrink,
+            # While a request generates, its tokens wait for none of them; without a next one there is no other time.
+            settles_shares=is_of_context or not (segments.are_compressed or schedule.config.decode == "bounded"),
+            is_refresh=is_refresh,
+            external_tokens=schedule.total if schedule.external_bytes else 0,
+            num_computed=num_computed,
+            is_partial=is_partial,
+            is_rescored=schedule.is_rescored(segments),
+            key=key,
+            copies=copies,
+            windows=relocation.windows,
+        )
+        state.is_repeated, state.due_since = False, None
+        # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
+        is_superseding = key is not None and not is_partial and schedule.context < request.num_prompt_tokens
+        superseded = computed if is_superseding else []
+        state.work = SpreadCompression(plan, segments, relocation.num_freed, kind, num_entries, superseded)
+        if not is_spread:
+            self._complete(state, step)
+        return True
+
+    def _complete(self, state: RequestState, step: CompressionStep) -> None:
+        """Adds a compression to ``step``, or the rest of it, if it has been under way."""
+        assert state.work is not None
+        work, state.work = state.work, None
+        step.plans.append(work.plan)
+        self._manager.retire_read(state)
+        self._manager.supersede(work.superseded)
+        state.shrink_kept()
+        count_compression(state.name, self._engine)
+        if work.plan.may_shrink:
+            state.unreported = work.num_freed
+        else:
+            self._count_freed(state, work.num_freed)
+        if work.plan.is_refresh:
+            count_refresh(state.name, self._engine)
+
+    def _count_freed(self, state: RequestState, num_blocks: int) -> None:
+        # Where each head has a page that is not full, a compression may take a block more than it frees.
+        num_blocks = max(0, num_blocks)
+        count_freed(state.name, self._engine, num_blocks, num_blocks * self._bytes_per_block)
+        self._accounts.note_returned(state.request.request_id, num_blocks)
