@@ -112,23 +112,34 @@ def test_what_cannot_be_resolved_ends_its_request_alone(engine: Engine, where: s
 
 @pytest.mark.parametrize("fault", ["sleep", "hold"])
 def test_a_part_that_exceeds_its_bounds_twice_is_refused(engine: Engine, short_of_time: None, fault: str) -> None:
-    """By name, before anything is computed. Of requests that run, one that has been compressed for the last time goes
-    on; one that would be compressed again does not."""
+    """By name, before anything is computed; requests without it go on, and those whose last compression is done."""
+    *texts, text = prompts(7, 3)
+    bad = params(failing.PRESET, merge_fault=fault, decode="grow")
+    some = [params(failing.PRESET, decode="grow"), params("h2o")]
+    expected = engine.tokens(texts, some)
+    assert "merger failing" in error_of(engine.generate([text], bad)[0])
+    assert engine.tokens(texts, some) == expected
+    assert "merger failing" in error_of(engine.generate([text], bad)[0])
+    refused, alone = engine.generate(texts, some)
+    assert "merger:failing is refused" in error_of(refused) and "; allowed: " in error_of(refused)
+    assert list(alone.outputs[0].token_ids) == expected[1]
+    engine.assert_empty()
+
+
+def test_requests_that_need_a_refused_part_again_end(engine: Engine, short_of_time: None) -> None:
+    """One that has been compressed for the last time goes on; one that would be compressed again does not."""
     *texts, text = prompts(9, 3)
     for decode, prompt in zip(("grow", "bounded"), texts, strict=True):
-        engine.add(decode, prompt, params(failing.PRESET, 40, decode=decode, interval=4))
+        engine.add(decode, prompt, params(failing.PRESET, decode=decode, interval=4))
     core = engine.llm.llm_engine
     for _ in range(3):
         core.step()
     for name in ("first", "second"):
-        engine.add(name, text, params(failing.PRESET, merge_fault=fault))
+        engine.add(name, text, params(failing.PRESET, merge_fault="hold"))
     reasons = {}
     while core.has_unfinished_requests():
         reasons |= {output.request_id: output.outputs[0].finish_reason for output in core.step()}
     assert reasons == {"grow": "length", "bounded": "error", "first": "error", "second": "error"}
-    refused, other = engine.generate(texts, [params(failing.PRESET, decode="grow"), params("h2o")])
-    assert "merger:failing is refused" in error_of(refused) and "; allowed: " in error_of(refused)
-    assert other.outputs[0].finish_reason == "length"
     engine.assert_empty()
 
 

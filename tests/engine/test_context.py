@@ -5,11 +5,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.conftest import random_prompt, run
+from tests.engine.conftest import MAX_MODEL_LEN, random_prompt, run
 from tests.measures import continuation_loss
 from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
-from vllm_kvmerge.evaluation.continuation import forced
+from vllm_kvmerge.evaluation.continuation import CONTINUATION
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.parameters import parse_compression
 
@@ -18,12 +18,16 @@ POLICIES = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "g
 
 
 def greedy(max_tokens: int, policy: str | None = None, **parameters) -> SamplingParams:
+    logprobs = parameters.pop("prompt_logprobs", None)
     extra = compression(policy, **parameters) if policy else None
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=logprobs, extra_args=extra
+    )
 
 
 CONTEXT, QUESTION, ANSWER = 700, 25, 40
 """Tokens; the question is shorter than an interval."""
+
 
 THIN = 7
 """One of how many policies is of the fast layer."""
@@ -37,11 +41,12 @@ def losses(engine, request):
     """
     rng = np.random.default_rng(21)
     document = recall.training_sample(rng, CONTEXT + QUESTION + ANSWER, 12, 13)[0].tolist()
+    parameters = {"budget": 150, "interval": 30}
 
-    def params(policy, tokens, prompt_logprobs, **more):
-        some = forced(tokens, {"policy": policy, "budget": 150, "interval": 30, **more})
-        some.prompt_logprobs = prompt_logprobs
-        return some
+    def params(policy, forced, max_tokens, **more):
+        extra_args = compression(policy, **parameters, **more) | {CONTINUATION: forced}
+        scores = {"logprobs": 0} if "context_tokens" not in more else {"logprobs": 0, "prompt_logprobs": 0}
+        return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args, **scores)
 
     names = sorted(PRESETS)[:: 1 if request.config.getoption("all") else THIN]
     plain = continuation_loss(engine.llm, [document[:CONTEXT]], [document[CONTEXT:]], "full", 0)[0]
@@ -49,8 +54,8 @@ def losses(engine, request):
     # The regression of grkv magnifies last digits, which depend on a batch's company.
     for some in ([name for name in names if name != "grkv"], [name for name in names if name == "grkv"]):
         assert engine.llm.reset_prefix_cache()
-        alone = [params(name, document[CONTEXT:], None) for name in some]
-        marked = [params(name, document[-ANSWER:], 0, context_tokens=CONTEXT) for name in some]
+        alone = [params(name, document[CONTEXT:], QUESTION + ANSWER) for name in some]
+        marked = [params(name, document[-ANSWER:], ANSWER, context_tokens=CONTEXT) for name in some]
         references = engine.generate([document[:CONTEXT]] * len(some), alone)
         outputs = engine.generate([document[: CONTEXT + QUESTION]] * len(some), marked)
         for name, reference, output in zip(some, references, outputs, strict=True):
@@ -136,3 +141,37 @@ def test_a_longer_context_than_the_prompt_is_refused_before_it_is_queued(engine)
     engine.assert_empty()
     assert not engine.llm.llm_engine.has_unfinished_requests()
     assert len(engine.tokens([prompt], greedy(5, "snapkv", context_tokens=50))[0]) == 5
+
+
+def test_parallel_samples_share_the_context(engine):
+    """Each compresses a copy of its own."""
+    prompt, fields = random_prompt(np.random.default_rng(33), 900), {"budget": 200, "context_tokens": 640}
+    alone = engine.tokens([prompt], greedy(40, "keepkv", **fields))
+    assert engine.tokens([prompt] * 4, greedy(40, "keepkv", **fields)) == alone * 4
+    sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 40, "ignore_eos": True}
+    params = SamplingParams(n=4, **sampled, extra_args=compression("keepkv", **fields))
+    first, second = ([one.token_ids for one in engine.generate([prompt], params)[0].outputs] for _ in range(2))
+    assert first == second and len(set(map(tuple, first))) > 1
+    # A prompt that is computed in several chunks takes no more random numbers than one computed at once.
+    chunked = compression("keepkv", **fields | {"budget": MAX_MODEL_LEN})
+    whole, found = (engine.tokens([prompt], SamplingParams(**sampled, extra_args=one)) for one in (None, chunked))
+    assert whole == found
+    engine.assert_empty()
+
+
+def test_log_probabilities_of_the_prompt(engine):
+    """Those of the context are full attention's; those of the question say what the policy lost."""
+    rng = np.random.default_rng(34)
+    context, length = 700, 900
+    prompt = recall.training_sample(rng, length, 12, 20)[0].tolist()
+
+    def logprobs(params: SamplingParams) -> np.ndarray:
+        rows = engine.generate([prompt], params)[0].prompt_logprobs
+        assert len(rows) == length and rows[0] is None
+        return np.array([row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)])
+
+    full = logprobs(greedy(2, prompt_logprobs=0))
+    lossy = logprobs(greedy(2, "local", budget=32, context_tokens=context, prompt_logprobs=0))
+    assert np.abs(lossy - full)[:context].max() < 1e-4  # the first token after the context is its last one's guess
+    assert lossy[context:].mean() < full[context:].mean() - 0.1
+    engine.assert_empty()

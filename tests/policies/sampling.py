@@ -1,9 +1,10 @@
 """Random entries, and what attention makes of them."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from threading import Barrier
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -115,28 +116,21 @@ def on_two_workers(
     compute: Callable[[Entries, CompressionContext], object], entries: Entries, context: CompressionContext, cut: int
 ) -> list[object]:
     """What ``compute`` gives for heads ``[0, cut)`` and for the others, as two tensor-parallel workers would run it."""
-    heads = (range(cut), range(cut, len(entries.positions)))
-    sent: list[Tensor] = []
+    sent: dict[int, Tensor] = {}
+    barrier = Barrier(2, timeout=60)
 
-    class Sent(BaseException):
-        pass
+    def compute_for(rows: list[int]) -> object:
+        def gather(tensor: Tensor) -> Tensor:
+            sent[rows[0]] = tensor
+            barrier.wait()
+            gathered = torch.cat([sent[0], sent[cut]])
+            barrier.wait()
+            return gathered
 
-    def send(tensor: Tensor) -> Tensor:
-        sent.append(tensor)
-        raise Sent
+        return compute(entries.of_rows(rows), as_worker(context, rows, gather))
 
-    for own in heads:
-        with pytest.raises(Sent):
-            compute(entries.of_rows(list(own)), as_worker(context, list(own), send))
-    results = []
-    for worker, own in enumerate(heads):
-
-        def gather(tensor: Tensor, worker: int = worker) -> Tensor:
-            torch.testing.assert_close(tensor, sent[worker], rtol=0, atol=0)
-            return torch.cat(sent)
-
-        results.append(compute(entries.of_rows(list(own)), as_worker(context, list(own), gather)))
-    return results
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(compute_for, [list(range(cut)), list(range(cut, len(entries.positions)))]))
 
 
 def in_layer(context: CompressionContext, layer: int) -> CompressionContext:

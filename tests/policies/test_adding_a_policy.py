@@ -58,12 +58,3 @@ torch.testing.assert_close(result.entries.values, result.entries.keys + 1)
 """
     done = run("-c", code, packages=packages)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_it_is_formatted_as_this_project(tmp_path: Path) -> None:
-    for name, text in (FILES | {"kvmerge_averaging.py": MERGER}).items():
-        (tmp_path / name).write_text(text)
-    config = str(Path(__file__).parents[2] / "pyproject.toml")
-    for command in (["check"], ["format", "--check"]):
-        done = run("-m", "ruff", *command, "--config", config, str(tmp_path), packages=tmp_path)
-        assert done.returncode == 0, done.stdout

@@ -1,6 +1,5 @@
 """Budgets per layer and head, and what the composition makes of them."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from tests.examples import examples
 from tests.policies.sampling import (
     SEEDS,
     as_worker,
-    assert_same,
     in_layer,
     newest_queries,
     on_two_workers,
@@ -22,7 +20,7 @@ from tests.policies.sampling import (
 )
 from vllm_kvmerge.ops import ScoreMode
 from vllm_kvmerge.policies import DEAD, Allocator, CompressionContext, CompressionPolicy, Entries, Heads, Selector
-from vllm_kvmerge.policies.allocators import Adaptive, AllHeads, Pyramid, Uniform, Variance
+from vllm_kvmerge.policies.allocators import Adaptive, AllHeads, Pyramid, Variance
 from vllm_kvmerge.policies.allocators.variance import split
 from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter, WindowTopK
@@ -171,23 +169,6 @@ def test_layer_statistic_is_the_mean_variance_of_relative_mass(seed, num_heads, 
             assert half.item() == statistic.item()
 
 
-@examples(100)
-@given(
-    st.lists(st.floats(0.0, 1e4, allow_subnormal=False), min_size=1, max_size=40),
-    st.integers(1, 2000),
-    st.floats(1.0, 4.0),
-    st.floats(0.0, 1.0),
-)
-def test_variance_budgets(variances, budget, max_share, least_share):
-    least, allocator, statistics = int(least_share * budget), Variance(max_share=max_share), torch.tensor(variances)
-    fields = {"min_budget": least, "layer_statistics": statistics[None]}
-    budgets = budgets_of_layers(allocator, budget, len(variances), **fields)
-    assert sum(budgets) == budget * len(variances)
-    assert all(least <= b <= allocator.capacity(budget) for b in budgets)
-    for (v, b), (w, c) in itertools.combinations(zip(statistics.tolist(), budgets, strict=True), 2):
-        assert (v <= w or b <= c + 1) and (w <= v or c <= b + 1)
-
-
 def test_variance_is_softmax_until_it_is_cut():
     weights = [math.exp(-0.5), math.exp(-1.0), math.exp(-1.5)]
 
@@ -240,16 +221,3 @@ def test_a_share_below_what_the_selector_protects_is_raised():
     layers = [policy.compress(entries, in_layer(context, layer)).entries for layer in range(4)]
     assert [result.is_live.sum(1).tolist() for result in layers] == [[31, 31], [24, 24], [16, 16], [9, 9]]
     assert all(len(result) == context.capacity == 39 for result in layers)
-
-
-def test_skipped_layers_keep_everything():
-    """MorphKV appendix A.6."""
-    allocator = Uniform(skip_layers=2)
-    assert (allocator.capacity(20), Uniform().capacity(20)) == (None, 20)
-    policy = policy_of(allocator, WindowTopK(window_size=8))
-    entries = random_entries(0, num_heads=2, n=60)
-    context = CompressionContext.of_layer(entries, 20, 60, at_prompt_end=True, capacity=60, num_layers=3)
-    layers = [policy.compress(entries, in_layer(context, layer)).entries for layer in range(3)]
-    assert [result.is_live.sum(1).tolist() for result in layers] == [[60, 60], [60, 60], [20, 20]]
-    for result in layers[:2]:
-        assert_same(result, entries)

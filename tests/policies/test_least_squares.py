@@ -12,19 +12,19 @@ from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, assert_sound, concatenate, newest_queries, random_entries
 from vllm_kvmerge.ops.regression import OutputDerivative
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
-from vllm_kvmerge.policies.base import Merger, ServedModel
+from vllm_kvmerge.policies.base import Merger
 from vllm_kvmerge.policies.mergers import AttentionMatchingMerger, DropMerger, RegressionMerger
 from vllm_kvmerge.policies.mergers.attention_matching import STEPS, fit_votes
 from vllm_kvmerge.policies.mergers.least_squares import attention
-from vllm_kvmerge.policies.selectors import HeavyHitter, RecentQueries, SinkRecent, WindowTopK
-from vllm_kvmerge.policies.trackers import LogEmaTracker, MeanTracker, NoTracker, SumTracker
+from vllm_kvmerge.policies.selectors import WindowTopK
+from vllm_kvmerge.policies.trackers import SumTracker
 
 WINDOW = 4
-SELECTOR = WindowTopK(window_size=WINDOW, kernel_size=3)
 
 
-def policy_of(merger: Merger, selector=SELECTOR, tracker=SumTracker()) -> CompressionPolicy:  # noqa: B008
-    return CompressionPolicy(tracker=tracker, selector=selector, merger=merger)
+def policy_of(merger: Merger) -> CompressionPolicy:
+    selector = WindowTopK(window_size=WINDOW, kernel_size=3)
+    return CompressionPolicy(tracker=SumTracker(), selector=selector, merger=merger)
 
 
 def regression(**fields) -> CompressionPolicy:
@@ -94,26 +94,20 @@ def test_a_head_whose_queries_are_not_finite_is_left_alone(policy, broken):
     assert not torch.equal(result.values[1], kept.values[1])
 
 
-@pytest.mark.parametrize(
-    ("tracker", "selector"),
-    [
-        (SumTracker(), HeavyHitter(num_sink_tokens=1)),
-        (MeanTracker(), SELECTOR),
-        (LogEmaTracker(), HeavyHitter(num_sink_tokens=1)),
-        (NoTracker(), SinkRecent(num_sink_tokens=2)),
-        (NoTracker(), RecentQueries(recent_window=3)),
-    ],
-)
-@pytest.mark.parametrize("merger", [regression().merger, matching().merger], ids=lambda merger: merger.name)
-def test_they_lower_the_loss_of_any_selection_while_decoding(merger, tracker, selector):
-    entries, context = problem(5, num_heads=4)
-    entries.aux.fill_(1.0)
-    context = replace(context, at_prompt_end=False)
-    before, after = (
-        window_loss(entries, policy_of(one, selector, tracker).compress(entries, context).entries, context)
-        for one in (DropMerger(), merger)
-    )
-    assert (after < before).all()
+def compressed(
+    policy: CompressionPolicy, entries: Entries, context: CompressionContext, untouched: tuple[str, ...]
+) -> tuple[Entries, Entries]:
+    """What it leaves, and what eviction does: the loss is no larger, and these planes are the same."""
+    result, kept = (parts.compress(entries, context) for parts in (policy, EVICTING))
+    assert_sound(result.entries, context.budget)
+    assert result.num_merged + result.num_evicted == kept.num_evicted
+    # Losses are compared in float32, on outputs of that precision.
+    size = output(entries, context).square().sum((1, 2))
+    before, after = (window_loss(entries, one.entries, context) for one in (kept, result))
+    assert (after <= before * (1 + 1e-4) + 1e-8 * size).all()
+    for name in untouched:
+        assert torch.equal(getattr(result.entries, name), getattr(kept.entries, name))
+    return result.entries, kept.entries
 
 
 # GRKV
@@ -160,8 +154,7 @@ def test_value_step_solves_the_ridge_problem(seed, num_groups, window, ridge, sh
 
 
 @pytest.mark.parametrize("num_rows", [4, 12])
-@pytest.mark.parametrize("free_share", [1.0, 0.6])
-def test_derivative_and_its_adjoint(num_rows, free_share):
+def test_derivative_and_its_adjoint(num_rows):
     """One after the other: for few rows by way of their products, for many by way of the keys."""
     generator = torch.Generator().manual_seed(num_rows)
 
@@ -169,7 +162,7 @@ def test_derivative_and_its_adjoint(num_rows, free_share):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     queries, keys, values, votes = randn(2, num_rows, 4), randn(2, 9, 4), randn(2, 9, 4), randn(2, 1, 9)
-    free = torch.rand(2, 9, generator=generator) < free_share
+    free = torch.rand(2, 9, generator=generator) < 0.6
 
     def weights(moving: Tensor) -> Tensor:
         return (0.5 * queries @ torch.where(free.unsqueeze(-1), moving, keys).transpose(1, 2) + votes).softmax(-1)
@@ -178,9 +171,8 @@ def test_derivative_and_its_adjoint(num_rows, free_share):
     change, back = randn(2, 9, 4), randn(2, num_rows, 4)
     _, forward = torch.autograd.functional.jvp(lambda moving: weights(moving) @ values, keys, change)
     _, adjoint = torch.autograd.functional.vjp(lambda moving: weights(moving) @ values, keys, back)
-    torch.testing.assert_close(derivative.forward(change), forward)
-    torch.testing.assert_close(derivative.adjoint(back), adjoint)
-    torch.testing.assert_close(derivative.forward_adjoint(back), derivative.forward(adjoint))
+    found = derivative.forward(change), derivative.adjoint(back), derivative.forward_adjoint(back)
+    torch.testing.assert_close(found, (forward, adjoint, derivative.forward(adjoint)))
 
 
 def dense(derivative: OutputDerivative) -> Tensor:
@@ -188,26 +180,6 @@ def dense(derivative: OutputDerivative) -> Tensor:
     _, c, d = derivative.values.shape
     units = torch.eye(c * d, dtype=torch.float64).view(-1, 1, c, d)
     return torch.stack([derivative.forward(unit.expand(2, -1, -1)).flatten(1) for unit in units], dim=-1)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_key_step_solves_the_linearised_ridge_problem(seed):
-    entries, context = problem(seed, dtype=torch.float64, size=0.3)
-    for components in ("k", "kv"):
-        parts = regression(components=components, cg_iterations=500, cg_tolerance=1e-12, lambda_k=0.05)
-        result, start = (policy.compress(entries, context).entries for policy in (parts, EVICTING))
-        if components == "kv":  # keys are fitted to the new values
-            start.values = result.values
-        free = start.is_live & ~fixed_entries(start, entries, context, 0.1)
-        weights = attention(context.queries, start, context.scale).flatten(1, 2)
-        queries = context.queries.vectors.flatten(1, 2)
-        matrix = dense(OutputDerivative(weights, start.values, queries, context.scale, free))
-        error = (output(entries, context) - output(start, context)).flatten(1)
-        # The primal form of eq. 35, with g = 0.
-        normal = matrix.transpose(1, 2) @ matrix + 0.05 * torch.eye(matrix.shape[2], dtype=torch.float64)
-        step = torch.linalg.solve(normal, (matrix.transpose(1, 2) @ error.unsqueeze(-1)).squeeze(-1))
-        assert not torch.equal(result.keys, start.keys)
-        torch.testing.assert_close(result.keys, start.keys + step.view_as(start.keys), rtol=1e-6, atol=1e-8)
 
 
 def algorithm_1(entries: Entries, context: CompressionContext, ridge: float, steps: int) -> Entries:
@@ -264,14 +236,6 @@ def test_the_windows_own_tokens_can_be_free():
             assert changed[in_window].any() != fix_window
 
 
-@pytest.mark.parametrize(
-    ("model_type", "ridge"),
-    [("llama", 0.01), ("gemma2", 0.01), ("mistral", 0.1), ("mixtral", 0.1), ("qwen2", 0.1), ("qwen3_moe", 0.1)],
-)
-def test_the_ridge_follows_the_model(model_type, ridge):
-    assert RegressionMerger.model_defaults(ServedModel(model_type)) == {"lambda_k": ridge, "lambda_v": ridge}
-
-
 @examples(60)
 @given(
     SEEDS,
@@ -289,20 +253,12 @@ def test_window_loss_never_rises_and_fixed_entries_stay(seed, components, num_gr
     share = data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
     entries, context = problem(seed, 3, num_groups, n, budget, num_dead, size=size)
     parts = regression(components=components, lambda_k=ridge, lambda_v=ridge, steps=steps, fixed_share=share)
-    result, kept = (policy.compress(entries, context) for policy in (parts, EVICTING))
-    assert_sound(result.entries, budget)
-    before, after = (window_loss(entries, e, context) for e in (kept.entries, result.entries))
-    # Losses are compared in float32, on outputs of that precision.
-    size = output(entries, context).square().sum((1, 2))
-    assert (after <= before * (1 + 1e-4) + 1e-8 * size).all()
-    assert result.num_merged + result.num_evicted == kept.num_evicted
-    fixed = fixed_entries(kept.entries, entries, context, share) | ~kept.entries.is_live
+    result, kept = compressed(parts, entries, context, ("log_votes", "scores", "aux", "positions"))
+    fixed = fixed_entries(kept, entries, context, share) | ~kept.is_live
     for name, part in (("keys", "k"), ("values", "v")):
-        old, new = getattr(kept.entries, name), getattr(result.entries, name)
+        old, new = getattr(kept, name), getattr(result, name)
         assert torch.equal(new[fixed], old[fixed])
         assert part in components or torch.equal(new, old)
-    for name in ("log_votes", "scores", "aux", "positions"):
-        assert torch.equal(getattr(result.entries, name), getattr(kept.entries, name))
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
@@ -317,18 +273,6 @@ def test_each_component_lowers_the_loss(seed, num_groups):
     assert (both < values).all() and (several <= both).all()
 
 
-def test_a_head_without_loss_is_left_alone():
-    entries, context = problem(0, num_heads=3)
-    # In head 1 attention ignores all but the window; head 2 has no more live entries than the budget.
-    entries.log_votes[1, entries.positions[1] < 40 - WINDOW] = -1e4
-    entries.kill(torch.stack([torch.zeros(40), torch.zeros(40), entries.positions[2] < 30]).bool())
-    result, kept = (policy.compress(entries, context) for policy in (regression(), EVICTING))
-    for head, changed in enumerate([True, False, False]):
-        for name in ("keys", "values"):
-            assert torch.equal(getattr(result.entries, name)[head], getattr(kept.entries, name)[head]) != changed
-    assert (result.num_merged, result.num_evicted) == (24, 24)
-
-
 def test_only_the_newest_queries_count():
     entries, context = problem(4)
     older = torch.full((2, 2, 3, 8), 100.0)
@@ -339,27 +283,14 @@ def test_only_the_newest_queries_count():
 # Attention matching
 
 
-def active_set(quadratic: Tensor, linear: Tensor, least: Tensor, most: Tensor) -> Tensor:
-    """x between ``least`` and ``most`` that minimises x'Qx / 2 - l'x, from 1: the primal active-set method, exact."""
-    x, held = torch.ones_like(linear), torch.zeros_like(linear, dtype=torch.bool)
-    while True:
-        gradient = quadratic @ x - linear
-        step = torch.zeros_like(x)
-        step[~held] = torch.linalg.solve(quadratic[~held][:, ~held], -gradient[~held])
-        room = torch.where(step > 0, (most - x) / step, torch.where(step < 0, (least - x) / step, torch.inf))
-        length, first = room.min(0)
-        if length < 1:
-            x = x + length * step
-            x[first] = most[first] if step[first] > 0 else least[first]
-            held[first] = True
-            continue
-        x = x + step
-        gradient = quadratic @ x - linear
-        wrong = torch.where(x <= least, -gradient, gradient).masked_fill(~held, -torch.inf)
-        worst, index = wrong.max(0)
-        if worst <= 1e-12:
-            return x
-        held[index] = False
+def bounded_optimum(quadratic: Tensor, linear: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """x between ``least`` and ``most`` that minimises x'Qx / 2 - l'x, by far more accelerated steps than are needed."""
+    x = ahead = torch.ones_like(linear)
+    rate = 1 / torch.linalg.matrix_norm(quadratic, 2)
+    for step in range(3000):
+        x, before = (ahead - rate * (quadratic @ ahead - linear)).clamp(least, most), x
+        ahead = x + step / (step + 3) * (x - before)
+    return x
 
 
 @pytest.mark.parametrize("ridge", [1e-4, 1e-2, 1.0])
@@ -385,7 +316,7 @@ def test_votes_come_near_the_optimum_and_no_step_raises_the_objective(r, c, n, s
         quadratic = moving.T @ moving + ridges[head].double() * torch.eye(moving.shape[1], dtype=torch.float64)
         bounds = (bound[head][free[head]].double() for bound in (least, most))
         best = torch.ones(c, dtype=torch.float64)
-        best[free[head]] = active_set(quadratic, moving.T @ rest + ridges[head].double(), *bounds)
+        best[free[head]] = bounded_optimum(quadratic, moving.T @ rest + ridges[head].double(), *bounds)
         within = 1e-3 if ridge == 1e-4 else 1e-4
         assert -1e-6 * values[0] <= values[-1] - objective(head, best) <= within * values[0]
         assert values[-1] < 0.95 * values[0]
@@ -428,44 +359,11 @@ def test_the_window_never_loses_by_it(seed, num_groups, size, ridge, data):
     budget = data.draw(st.integers(5, n - 1))
     entries, context = problem(seed, 3, num_groups, n, budget, num_dead, size=size, window=window)
     parts = matching(votes_ridge=ridge, values_ridge=ridge)
-    result, kept = (one.compress(entries, context) for one in (parts, EVICTING))
-    assert_sound(result.entries, budget)
-    assert result.num_merged + result.num_evicted == kept.num_evicted
-    size = output(entries, context).square().sum((1, 2))
-    before, after = (window_loss(entries, one.entries, context) for one in (kept, result))
-    assert (after <= before * (1 + 1e-4) + 1e-8 * size).all()
-    before, after = (lost_mass(entries, one.entries, context) for one in (kept, result))
+    result, kept = compressed(parts, entries, context, ("keys", "scores", "aux", "positions"))
+    before, after = (lost_mass(entries, one, context) for one in (kept, result))
     assert (after <= before * (1 + 1e-4) + 1e-6).all()
-    for name in ("keys", "scores", "aux", "positions"):
-        assert torch.equal(getattr(result.entries, name), getattr(kept.entries, name))
-    votes = result.entries.log_votes[result.entries.is_live]
+    votes = result.log_votes[result.is_live]
     assert votes.abs().max() <= 3.0 + 1e-5 if len(votes) else num_dead == n
-
-
-@pytest.mark.parametrize("num_groups", [1, 4])
-def test_copies_of_what_stays_are_lossless_for_any_query(num_groups):
-    """As many votes as there are copies, found from queries alone: in head 0 three of each, in head 1 one to three.
-
-    Dropping the copies in head 0 costs nothing but mass.
-    """
-    kept = random_entries(1, 2, 12, dtype=torch.float64)
-    entries = concatenate(concatenate(kept, kept), kept)
-    index = torch.arange(36)
-    entries.positions = index.expand(2, -1).clone()
-    entries.kill((index < 24) & (index % 12 % 3 > index // 12) & (torch.arange(2) == 1)[:, None])
-    copies = entries.is_live.view(2, 3, 12).sum(1)
-    generator = torch.Generator().manual_seed(0)
-    queries = 2 * torch.randn(2, num_groups, 80, 8, generator=generator, dtype=torch.float64)
-    positions = torch.full((2, 80), 36)
-    context = CompressionContext.of_layer(entries, 12, 36, at_prompt_end=True, scale=8**-0.5)
-    context = replace(context, queries=replace(newest_queries(queries, 36), positions=positions))
-    merger = AttentionMatchingMerger(matching_window=80, votes_ridge=1e-6, values_ridge=1e-6)
-    result = policy_of(merger, SinkRecent(num_sink_tokens=0), NoTracker()).compress(entries, context).entries
-    order = result.positions.argsort(1)
-    torch.testing.assert_close(result.log_votes.gather(1, order).exp(), copies.double(), rtol=1e-3, atol=1e-3)
-    other = torch.randn(2, num_groups, 50, 8, generator=generator, dtype=torch.float64)
-    context = replace(context, queries=replace(newest_queries(other, 36), positions=positions[:, :50]))
-    torch.testing.assert_close(output(result, context), output(entries, context), rtol=1e-3, atol=1e-4)
 
 
 def test_votes_stay_bounded_however_often_it_is_compressed():

@@ -4,40 +4,21 @@ import pytest
 import torch
 
 from tests.policies.sampling import newest_queries, random_entries, rope
-from vllm_kvmerge.policies import CompressionContext, Entries
+from vllm_kvmerge.ops import similarity
+from vllm_kvmerge.policies import CompressionContext
 from vllm_kvmerge.policies import entries as entries_module
-from vllm_kvmerge.policies.mergers.residual import _join
+from vllm_kvmerge.policies.mergers import residual
 from vllm_kvmerge.policies.selectors import Critical, ExpectedAttention, KeyDiff, KeyNorm
 
 
-def join_one_by_one(entries: Entries, head: int, num_slots: int) -> tuple[list[int], list[float]]:
-    """The slot of each member (ZSMerge algorithm 1), in float64: the first entries are slots, the others join."""
-    keys = entries.keys[head].double()
-    slots, weights = keys[:num_slots].clone(), entries.aux[head, :num_slots].double().clone()
-    joined = []
-    for key in keys[num_slots:]:
-        slot = int((slots @ key).argmax())
-        weights[slot] += 1
-        slots[slot] += (key - slots[slot]) / weights[slot]
-        joined.append(slot)
-    return joined, weights.tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("num_members", [1, 255, 256, 257, 1000])
-def test_members_join_slots_one_after_the_other(num_members, dtype):
-    """Whatever the number of members that are compared at a time; none of the slots nearly ties with another."""
-    num_slots, num_heads = 12, 3
-    entries = random_entries(num_members, num_heads, num_slots + num_members, head_size=32, dtype=dtype)
-    entries.aux[:, :num_slots] = torch.arange(1.0, num_slots + 1)
-    index = torch.arange(len(entries)).expand(num_heads, -1)
-    slots, members = index[:, :num_slots], index[:, num_slots:]
-    weights = torch.ones(num_heads, num_members, dtype=dtype)
-    joined, total = _join(entries, slots, members, weights, entries.aux[:, :num_slots].clone())
-    for head in range(num_heads):
-        expected, expected_weights = join_one_by_one(entries, head, num_slots)
-        assert joined[head].tolist() == expected
-        assert total[head].tolist() == expected_weights
+def test_joining_in_parts(monkeypatch):
+    """None of the slots nearly ties with another."""
+    entries, index = random_entries(2, num_heads=3, n=300, head_size=32), torch.arange(300).expand(3, -1)
+    weights, found = torch.arange(1.0, 13).repeat(3, 1), []
+    for size in (288, 287, 144, 7):
+        monkeypatch.setattr(residual, "MAX_JOINING", size)
+        found.append(residual._join(entries, index[:, :12], index[:, 12:], torch.ones(3, 288), weights))
+    assert all(torch.equal(part, whole) for parts in found for part, whole in zip(parts, found[0], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -59,12 +40,15 @@ def test_selectors_that_read_all_keys_or_values(selector, monkeypatch):
     assert len(list(entries.parts())) == 15
 
 
-def test_comparing_in_parts(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "limit", "number"), [(entries_module, "PART_ENTRIES", 7), (similarity, "MAX_SIMILARITY_BYTES", 840)]
+)
+def test_comparing_in_parts(monkeypatch, module, limit, number):
     entries = random_entries(2, num_heads=2, n=90)
     index = torch.arange(90).expand(2, -1)
     usable = torch.ones(2, 30, dtype=torch.bool)
     whole = entries.most_similar(index[:, 30:], index[:, :30], usable)
-    monkeypatch.setattr(entries_module, "PART_ENTRIES", 7)
+    monkeypatch.setattr(module, limit, number)
     parts = entries.most_similar(index[:, 30:], index[:, :30], usable)
     torch.testing.assert_close(parts[0], whole[0])
     assert torch.equal(parts[1], whole[1])

@@ -94,8 +94,3 @@ def test_without_queries_it_is_a_sliding_window():
     context = CompressionContext.of_layer(entries, 10, 20, at_prompt_end=True)
     result = policy(recent_window=4).compress(entries, context).entries
     assert kept_positions(result) == [set(range(10, 20))] * 2
-
-
-def test_what_it_asks_for():
-    assert (policy().query_window, policy().min_budget) == (32, 33)
-    assert (policy(voting_queries=31).query_window, policy(recent_window=200).query_window) == (31, 200)

@@ -43,7 +43,8 @@ def test_prompt_end_averages_runs(seed, num_heads, n, alpha, data):
         num_recent = max(1, min(int(0.25 * budget), num_kept - 1))
         older = sorted(live[:-num_recent], key=lambda i: -entries.scores[head, i].item())
         rest = sorted(older[num_kept - len(live[-num_recent:]) :], key=lambda i: entries.positions[head, i].item())
-        runs = runs_of(rest, num_slots)
+        count = min(num_slots, len(rest))  # runs begin at i * len / count
+        runs = [[e for rank, e in enumerate(rest) if rank * count // len(rest) == i] for i in range(count)]
         assert {len(run) for run in runs} <= {len(rest) // max(1, len(runs)), len(rest) // max(1, len(runs)) + 1}
         where = {int(p): slot for slot, p in enumerate(result.entries.positions[head])}
         for run in runs:
@@ -55,15 +56,6 @@ def test_prompt_end_averages_runs(seed, num_heads, n, alpha, data):
             assert math.isclose(result.entries.log_votes[head, slot], alpha * math.log(len(run)), abs_tol=1e-12)
         assert (result.entries.aux[head] >= 1).sum() == len(runs)
         assert result.entries.is_live[head].sum() == min(num_kept, len(live)) + len(runs)
-
-
-def runs_of(rest: list[int], num_slots: int) -> list[list[int]]:
-    """The cut in ``num_slots`` runs at i * len / num_slots."""
-    count = min(num_slots, len(rest))
-    runs: list[list[int]] = [[] for _ in range(count)]
-    for rank, index in enumerate(rest):
-        runs[rank * count // len(rest)].append(index)
-    return runs
 
 
 def test_what_leaves_founds_slots_first():

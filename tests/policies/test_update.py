@@ -31,21 +31,15 @@ def test_outcomes_of_outcomes(seed, num_heads, n, data):
     result = placed.apply(entries)
     assert len(result) == capacity
     for head in range(num_heads):
-        rows = [torch.cat([plane[head] for plane in (result.keys, result.values)], 1)[i] for i in range(capacity)]
-        live = [i for i in range(capacity) if result.is_live[head, i]]
-        wanted = [i for i in range(num_places) if expected.is_live[head, i]]
-        assert len(live) == len(wanted)
-        for i in wanted:
-            row = torch.cat([expected.keys[head, i], expected.values[head, i]])
-            matches = [
-                j for j in live if torch.equal(rows[j], row) and result.scores[head, j] == expected.scores[head, i]
-            ]
-            assert matches
-            source = int(both.kept[head, i])
-            if 0 <= source < capacity:
-                assert source in matches
-        for i in set(range(capacity)) - set(live):
-            assert placed.kept[head, i] in (DEAD, i)
+        found, wanted = (
+            torch.cat([some.keys[head], some.values[head], some.scores[head, :, None]], 1)[some.is_live[head]].tolist()
+            for some in (result, expected)
+        )
+        assert sorted(found) == sorted(wanted)
+        kept, is_live = placed.kept[head].tolist(), result.is_live[head].tolist()
+        sources = both.kept[head, expected.is_live[head]].tolist()
+        assert all(kept[source] == source for source in sources if 0 <= source < capacity)
+        assert all(is_live[place] or kept[place] in (DEAD, place) for place in range(capacity))
 
 
 def test_heads_of_several_outcomes():

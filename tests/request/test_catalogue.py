@@ -46,13 +46,3 @@ def test_parts_are_described(kind: str) -> None:
             assert field["default"] == registered.model_fields[field["name"]].default
             assert field["description"], field
             assert field["type"] not in ("", "object"), field
-
-
-def test_types_are_in_words() -> None:
-    parts = {part["name"]: part for kind in ("tracker", "merger") for part in CATALOGUE["parts"][kind]}
-    types = {field["name"]: field["type"] for name in ("log_ema", "zip") for field in parts[name]["fields"]}
-    assert types["score_window"] == "integer >= 1, <= 16777216 or 'all'"
-    assert types["ema_decay"] == "number >= 1e-05, <= 0.99999"
-    assert types["zip_mode"] == "'scale' or 'votes' or 'auto'"
-    assert types["merge_threshold"] == "number >= -1, <= 1"
-    assert types["merge_first"] == "boolean"

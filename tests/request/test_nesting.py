@@ -37,11 +37,6 @@ def test_the_limit_itself_is_allowed(start: str) -> None:
         assert nests_too_deep((start * num_starts).encode()) == (num_starts * num_levels > MAX_DEPTH)
 
 
-def test_brackets_side_by_side_and_in_strings_do_not_count() -> None:
-    assert not nests_too_deep(json.dumps([[] for _ in range(300_000)]).encode())
-    assert not nests_too_deep(json.dumps({"prompt": '[{"\\' * 200_000}).encode())
-
-
 @pytest.mark.parametrize("num_levels", [100, 900, 975, 100_000])
 def test_a_deep_parameter_is_refused(num_levels: int) -> None:
     deep = "[" * num_levels + "]" * num_levels

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import FrontCache, HeldWindow, SharedFront
 from vllm_kvmerge.engine.plan import FrontReport, FrontSize, Segments, WindowMove
-from vllm_kvmerge.engine.repetition import RepeatingRequest
+from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.state import Offer, RequestState, RequestStates
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import cell_bytes, latent_cell_bytes

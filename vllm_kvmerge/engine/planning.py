@@ -10,7 +10,7 @@ from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.metrics import count_compression, count_freed, count_refresh, count_relief
 from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, CompressionStep, FrontSize
 from vllm_kvmerge.engine.pressure import Pressure
-from vllm_kvmerge.engine.repetition import RepeatingRequest
+from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.sharing import ContextSharing
 from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, Pace, SpreadCompression
 from vllm_kvmerge.engine.state import RequestState

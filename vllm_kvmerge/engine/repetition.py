@@ -1,72 +1,15 @@
-"""Contexts that are repeated before they are compressed, by internal requests: their tokens repeat a chunk of another
-request's context after it."""
+"""Contexts that are repeated before they are compressed, by internal requests."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.known_scores import KnownScores
-from vllm_kvmerge.engine.plan import CompressionStep, RepeatedChunk
+from vllm_kvmerge.engine.plan import CompressionStep
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
-from vllm_kvmerge.policies.base import Tracker
-
-if TYPE_CHECKING:
-    from vllm_kvmerge.engine.state import RequestState, RequestStates
-
-FIRST = -(1 << 31)
-"""Priority over all users' requests, which wait for none of them, where the scheduler goes by priorities."""
-
-
-class RepeatingRequest(Request):
-    """The request that repeats chunk ``index`` of a ``parent``'s context, its first ``context`` tokens.
-
-    It reads the parent's blocks of the context, as if it had hit them in the prefix cache, and computes the rest like
-    any prompt. Of its own it leaves nothing: its blocks are never found by others, it generates nothing, and ends with
-    the step that computes its last token.
-    """
-
-    def __init__(
-        self, parent: Request, key: bytes | None, context: int, chunk: RepeatedChunk, index: int, tokens: list[int]
-    ) -> None:
-        # Of several runs through the same chunks, the worker may still know an earlier one that has been preempted.
-        name = f"{parent.request_id}/repetition-{parent.num_preemptions}-{index}"
-        super().__init__(
-            request_id=name,
-            prompt_token_ids=tokens,
-            # Its blocks are the parent's: no lookup, none that counts as one.
-            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True),
-            pooling_params=None,
-            client_index=parent.client_index,
-            arrival_time=parent.arrival_time,
-            lora_request=parent.lora_request,
-            priority=FIRST,
-        )
-        self.parent, self.key, self.context, self.chunk, self.index = parent, key, context, chunk, index
-
-    @classmethod
-    def of(
-        cls, parent: Request, tracker: Tracker, key: bytes | None, context: int, index: int
-    ) -> "RepeatingRequest | None":
-        """The request for chunk ``index`` of the parent's first ``context`` tokens; None: there is no such chunk.
-
-        key: of the scores of the parent's context; None: they are not kept.
-        """
-        assert parent.prompt_token_ids is not None
-        tokens = parent.prompt_token_ids[:context]
-        repetition = tracker.repetition(tokens, index)
-        if repetition is None:
-            return None
-        where = context, repetition.start, repetition.end, repetition.sinks
-        chunk = RepeatedChunk(parent.request_id, *where, tracker.normalizes)
-        return cls(parent, key, context, chunk, index, tokens + repetition.tokens)
-
-    @property
-    def is_scheduled(self) -> bool:
-        """True if the step that computes its last token has been scheduled."""
-        return self.num_computed_tokens >= self.num_prompt_tokens
+from vllm_kvmerge.engine.repeating_request import RepeatingRequest
+from vllm_kvmerge.engine.state import RequestState, RequestStates
 
 
 class Repetitions:
@@ -78,7 +21,7 @@ class Repetitions:
 
     def __init__(
         self,
-        states: "RequestStates",
+        states: RequestStates,
         keys: PrefixKeys,
         max_bytes: int,
         queue: Callable[[RepeatingRequest], None],
@@ -93,7 +36,7 @@ class Repetitions:
         """Internal requests at work."""
         return [state.repetition for state in self._states.values() if state.repetition is not None]
 
-    def stop(self, state: "RequestState") -> None:
+    def stop(self, state: RequestState) -> None:
         """Of a request that ends, or starts anew."""
         # vLLM may be going through the queues just now, so the internal request ends a little later.
         if state.repetition is not None:
@@ -129,7 +72,7 @@ class Repetitions:
                     self._finish_chunk(state, internal, step)
         return stuck
 
-    def _begin(self, state: "RequestState", step: CompressionStep) -> bool:
+    def _begin(self, state: RequestState, step: CompressionStep) -> bool:
         """Recalls the scores of a request's context that has been computed, or has it repeated; False if another
         request has the same context repeated just now, for which this one waits."""
         request, tracker = state.request, state.schedule.config.policy.tracker
@@ -146,7 +89,7 @@ class Repetitions:
         self._repeat(state, key, 0)
         return True
 
-    def _finish_chunk(self, state: "RequestState", internal: RepeatingRequest, step: CompressionStep) -> None:
+    def _finish_chunk(self, state: RequestState, internal: RepeatingRequest, step: CompressionStep) -> None:
         # Its blocks are free for what this step's compressions write, after its forward pass.
         self._end([internal.request_id])
         self._repeat(state, internal.key, internal.index + 1)
@@ -155,7 +98,7 @@ class Repetitions:
             if number is not None:
                 step.kept_scores[state.request.request_id] = number
 
-    def _repeat(self, state: "RequestState", key: bytes | None, index: int) -> None:
+    def _repeat(self, state: RequestState, key: bytes | None, index: int) -> None:
         """Queues the internal request that repeats a chunk of the request's context, if there is such a chunk."""
         schedule = state.schedule
         internal = RepeatingRequest.of(state.request, schedule.config.policy.tracker, key, schedule.context, index)

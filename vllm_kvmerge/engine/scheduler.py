@@ -42,7 +42,8 @@ from vllm_kvmerge.engine.planning import Planner
 from vllm_kvmerge.engine.poison import FreedBlocks
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.pressure import Pressure
-from vllm_kvmerge.engine.repetition import RepeatingRequest, Repetitions
+from vllm_kvmerge.engine.repeating_request import RepeatingRequest
+from vllm_kvmerge.engine.repetition import Repetitions
 from vllm_kvmerge.engine.schedule import cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.sharing import ContextSharing

@@ -2,19 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
+from vllm_kvmerge.engine.fronts import SharedFront
 from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Kind, PromptWindow, Segments
+from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.schedule import RequestCompression
-
-if TYPE_CHECKING:
-    from vllm_kvmerge.engine.fronts import SharedFront
-    from vllm_kvmerge.engine.repetition import RepeatingRequest
-    from vllm_kvmerge.engine.spreading import SpreadCompression
-    from vllm_kvmerge.request.limits import Limits
+from vllm_kvmerge.engine.spreading import SpreadCompression
+from vllm_kvmerge.request.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Offer:
     """A front that a request may begin with. copied: its blocks that the request writes to, and gets copies of. passed:
     those of layers with a window that the request does not get, but which may be read in its first step."""
 
-    front: "SharedFront"
+    front: SharedFront
     copied: tuple[KVCacheBlock, ...]
     passed: tuple[KVCacheBlock, ...] = ()
 
@@ -56,8 +53,8 @@ class RequestState:
     given_up: list[KVCacheBlock] = field(default_factory=list)
     keys: Mapping[int, BlockHash] = field(default_factory=dict)
     due_since: int | None = None
-    work: "SpreadCompression | None" = None
-    repetition: "RepeatingRequest | None" = None
+    work: SpreadCompression | None = None
+    repetition: RepeatingRequest | None = None
     is_repeated: bool = False
     reported: dict[int, FrontReport] = field(default_factory=dict)
     unreported: int = 0
@@ -169,7 +166,7 @@ class RequestState:
 class RequestStates(dict[str, RequestState]):
     """By id, all compressed requests, in the order of their arrival."""
 
-    def reserve(self, state: RequestState, limits: "Limits") -> bool:
+    def reserve(self, state: RequestState, limits: Limits) -> bool:
         """Reserves a request's memory outside the pool until it ends or is preempted; False if it must wait for that of
         others, as it does for blocks. One that runs alone always finds room."""
         if state.kept_bytes is not None:
