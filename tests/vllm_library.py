@@ -43,11 +43,18 @@ class Answers:
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name == "vllm.platforms.cpu":
-            import torch
-            for feature in {absent!r}:
-                setattr(torch.cpu, f"_is_{{feature}}_supported", lambda: False)
+            Answers.give()
 
-sys.meta_path.insert(0, Answers)
+    @staticmethod
+    def give():
+        import torch
+        for feature in {absent!r}:
+            setattr(torch.cpu, f"_is_{{feature}}_supported", lambda: False)
+
+if "vllm.platforms.cpu" in sys.modules:  # a conftest has imported it, but no operators yet
+    Answers.give()
+else:
+    sys.meta_path.insert(0, Answers)
 """
 
 

@@ -1,8 +1,10 @@
 """Counting what requests' caches hold, for reports and gauges."""
 
-from vllm_kvmerge.engine.accounting import NUM_RECENT_CHANGES, NUM_RECENT_STEPS, Account, Steps
+from types import SimpleNamespace
+
+from vllm_kvmerge.engine.accounting import NUM_RECENT_CHANGES, NUM_RECENT_STEPS, Account, Accounts, Steps
 from vllm_kvmerge.engine.metrics import _LIVE, CacheGauges
-from vllm_kvmerge.engine.usage import CacheSize
+from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize
 
 KIB = 1024
 
@@ -44,3 +46,15 @@ def test_a_policy_whose_last_request_has_ended_holds_nothing():
     assert [get() for get in read] == [10, 13, 4 * 1024, 0]
     gauges.update([("snapkv", CacheSize(5, 5, 1))])
     assert [get() for get in read] == [0] * 4
+
+
+def test_means_begin_with_the_step_that_ends_the_prompt():
+    sizes = [CacheSize(8, 8, 1), CacheSize(6, 16, 2), CacheSize(7, 17, 3)]
+    accounts, request = Accounts(KIB, lambda _: sizes[0]), SimpleNamespace(request_id="a", num_prompt_tokens=16)
+    accounts.begin(request, {USAGE_KEY: True}, None, None)
+    while sizes:
+        accounts.begin_step([request])
+        accounts.end_step([request], {})
+        del sizes[0]
+    steps = accounts._accounts["a"].steps
+    assert (steps.count, steps.total_entries, steps.total_blocks, steps.peak_entries) == (2, 13, 5, 8)
