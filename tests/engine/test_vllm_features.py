@@ -199,6 +199,6 @@ def test_compressed_requests_with_every_option(engine, stock, policy):
 def test_beam_search_is_never_compressed(engine, stock, monkeypatch):
     """Each of its steps generates one token, which is there before its cache is compressed: with a default too."""
     assert search_beams(engine.llm) == stock["beams"]
-    monkeypatch.setattr(engine.scheduler, "_default", {"policy": "h2o", "budget": BUDGET})
+    monkeypatch.setattr(engine.scheduler._admission, "_default", {"policy": "h2o", "budget": BUDGET})
     assert search_beams(engine.llm) == stock["beams"]
     engine.assert_empty()

@@ -435,8 +435,7 @@ class CompressionSchedulerMixin(Scheduler):
         if num_new_tokens > 1:
             num_certain = request.num_tokens + request.num_output_placeholders - num_computed_tokens
             if num_new_tokens > num_certain:
-                draft_end = self._draft_end(request) if state is None else state.draft_end()
-                num_new_tokens = max(num_certain, min(num_new_tokens, draft_end - num_computed_tokens))
+                num_new_tokens = max(num_certain, min(num_new_tokens, self._draft_end(request) - num_computed_tokens))
         if state is None:
             return num_new_tokens
         if state.work is not None:
@@ -458,7 +457,9 @@ class CompressionSchedulerMixin(Scheduler):
         return num_new_tokens
 
     def _draft_end(self, request: Request) -> int:
-        """Number of tokens that a plain request's step may come to if some of them are drafts."""
+        """Number of tokens that a step may come to if some of them are drafts."""
+        if (state := self._states.get(request.request_id)) is not None:
+            return state.draft_end()
         # vLLM lets drafts go on behind the last token that is asked for, where a small pool has no room.
         return request.num_prompt_tokens + request.max_tokens - 1 if self._is_small else self.max_model_len
 
