@@ -1,6 +1,6 @@
 """Random entries, and what attention makes of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from threading import Barrier
@@ -54,6 +54,12 @@ def live(entries: Entries, head: int) -> list[int]:
     """Indices of a head's live entries, in order of position."""
     positions = entries.positions[head].tolist()
     return sorted((i for i, p in enumerate(positions) if p != DEAD), key=lambda i: positions[i])
+
+
+def nearest(entries: Entries, head: int, sources: Iterable[int], carriers: list[int]) -> dict[int, tuple[float, int]]:
+    """Of each source the cosine similarity of the most similar carrier's key, and which it is."""
+    keys = torch.nn.functional.normalize(entries.keys[head].double(), dim=-1)
+    return {e: max((float(keys[e] @ keys[c]), c) for c in carriers) for e in sources}
 
 
 def logits(entries: Entries, query: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.examples import examples
 from tests.policies.every import policy_of
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, live, random_entries
+from tests.policies.sampling import SEEDS, assert_same, assert_sound, live, nearest, random_entries
 from vllm_kvmerge.policies import DEAD, PRESETS, CompressionContext, Entries, Merger
 from vllm_kvmerge.policies.indexing import in_place
 from vllm_kvmerge.policies.mergers import AsymKVMerger, CamMerger, D2OMerger, KVMergerMerger, cam
@@ -58,19 +58,24 @@ def assert_entry(
     assert result.scores[head, slot] == entries.scores[head, source]
 
 
-def assert_position(result: Entries, head: int, slot: int, entries: Entries, source: int, members: list[int]) -> None:
-    """That of the newest in it, unless the entry is a sink or one of the two newest."""
-    positions = [int(entries.positions[head, i]) for i in live(entries, head)]
-    own = int(entries.positions[head, source])
-    newest = max([own, *(int(entries.positions[head, e]) for e in members)])
-    assert result.positions[head, slot] == (own if own < 1 or own in positions[-2:] else newest)
-
-
-def nearest(entries: Entries, head: int, carriers: list[int]) -> dict[int, tuple[float, int]]:
-    """Of each live entry that leaves, the cosine similarity of the most similar that stays, and which it is."""
-    keys = torch.nn.functional.normalize(entries.keys[head].double(), dim=-1)
-    leaving = [i for i in live(entries, head) if i not in carriers]
-    return {e: max((float(keys[e] @ keys[c]), c) for c in carriers) for e in leaving}
+def assert_merged(
+    result: Entries,
+    kept: Tensor,
+    entries: Entries,
+    head: int,
+    joining: dict[int, list[int]],
+    weights: list[list[float]],
+) -> None:
+    """Of what joins each entry that stays, and the weights of these groups: keys and values are means, the position is
+    that of the newest in it, unless the entry is a sink or one of the two newest."""
+    newest = [int(entries.positions[head, i]) for i in live(entries, head)[-2:]]
+    for (source, members), shares in zip(joining.items(), weights, strict=True):
+        slot, group, share = kept[head].tolist().index(source), [source, *members], torch.tensor(shares)
+        key, value = (share @ plane[head, group] / share.sum() for plane in (entries.keys, entries.values))
+        assert_entry(result, head, slot, key, value, entries, source)
+        own = int(entries.positions[head, source])
+        is_fixed = own < 1 or own in newest
+        assert result.positions[head, slot] == (own if is_fixed else max(entries.positions[head, group]))
 
 
 @examples(60)
@@ -121,7 +126,7 @@ def test_d2o(sample, share, previous):
     expected = 0
     for head in range(len(kept)):
         carriers = [i for i in live(entries, head) if i in kept[head].tolist()]
-        matches = nearest(entries, head, carriers)
+        matches = nearest(entries, head, set(live(entries, head)) - set(carriers), carriers)
         threshold = previous if any(entries.aux[head, i] > 0 for i in live(entries, head)) else None
         if matches:
             mean = sum(similarity for similarity, _ in matches.values()) / len(matches)
@@ -130,15 +135,10 @@ def test_d2o(sample, share, previous):
             return  # Rounding decides.
         joining = {c: [e for e in matches if matches[e] >= (threshold, -1) and matches[e][1] == c] for c in carriers}
         expected += sum(map(len, joining.values()))
-        for slot, source in enumerate(kept[head].tolist()):
-            if source not in carriers:
-                continue
-            group = [source, *joining[source]]
-            weights = torch.tensor([1.0, *(matches[e][0] for e in joining[source])]).softmax(0)
-            key, value = weights @ entries.keys[head, group], weights @ entries.values[head, group]
-            assert_entry(result, head, slot, key, value, entries, source)
-            assert result.aux[head, slot].item() == pytest.approx(0.0 if threshold is None else threshold + 2, abs=1e-5)
-            assert_position(result, head, slot, entries, source, joining[source])
+        weights = [[math.e, *(math.exp(matches[e][0]) for e in members)] for members in joining.values()]
+        assert_merged(result, kept, entries, head, joining, weights)
+        aux = torch.tensor(0.0 if threshold is None else threshold + 2).expand(int(result.is_live[head].sum()))
+        torch.testing.assert_close(result.aux[head, result.is_live[head]], aux, rtol=0, atol=1e-5)
     assert count == expected
 
 
@@ -151,20 +151,16 @@ def test_kvmerger(sample, threshold):
     expected = 0
     for head in range(len(kept)):
         carriers = [i for i in live(entries, head) if i in kept[head].tolist()]
-        matches = nearest(entries, head, carriers)
-        for slot, source in enumerate(kept[head].tolist()):
-            if source not in carriers:
-                continue
-            members = [e for e in matches if matches[e][1] == source and matches[e][0] > threshold]
-            expected += len(members)
-            distances = [float((entries.keys[head, e] - entries.keys[head, source]).norm()) for e in members]
+        matches = nearest(entries, head, set(live(entries, head)) - set(carriers), carriers)
+        joining = {c: [e for e in matches if matches[e][1] == c and matches[e][0] > threshold] for c in carriers}
+        expected += sum(map(len, joining.values()))
+        weights = []
+        for carrier, members in joining.items():
+            distances = [float((entries.keys[head, e] - entries.keys[head, carrier]).norm()) for e in members]
             sigma = sum(distances) / max(1, len(distances))
-            weights = torch.tensor([1.0, *(math.exp(-(d**2) / (2 * sigma**2)) for d in distances)])
-            group = [source, *members]
-            key, value = (weights @ plane[head, group] / weights.sum() for plane in (entries.keys, entries.values))
-            assert_entry(result, head, slot, key, value, entries, source)
-            assert result.aux[head, slot] == entries.aux[head, source]
-            assert_position(result, head, slot, entries, source, members)
+            weights.append([1.0, *(math.exp(-(d**2) / (2 * sigma**2)) for d in distances)])
+        assert_merged(result, kept, entries, head, joining, weights)
+    assert torch.equal(result.aux, entries.aux.gather(1, kept).where(result.is_live, 0.0))
     assert count == expected
 
 

@@ -50,14 +50,17 @@ def test_they_fit_and_none_loses_more_than_a_page(data):
         assert all(new > old - 2 * size - taken for new, old in zip(paged, shares, strict=True))
 
 
-def test_equal_shares_stay_equal():
-    assert paged_shares([100] * 6, 6 * 7, 16, 4, 300) == [100] * 6
-
-
-def test_the_last_page_is_as_full_as_that_of_an_even_front():
-    """Four heads of 40 on average have three pages of 16 each, the last with 8 entries."""
-    assert paged_shares([97, 33, 17, 13], 12, 16, 4, 200) == [104, 40, 8, 8]
-    assert paged_shares([97, 33, 17, 13], 13, 16, 4, 200) == [97, 33, 17, 13]
+@pytest.mark.parametrize(
+    ("shares", "num_pages", "expected"),
+    [
+        ([100] * 6, 6 * 7, [100] * 6),
+        ([97, 33, 17, 13], 13, [97, 33, 17, 13]),
+        # Of an even front each head would have three pages of 16, the last with 8 entries.
+        ([97, 33, 17, 13], 12, [104, 40, 8, 8]),
+    ],
+)
+def test_shares_in_pages(shares, num_pages, expected):
+    assert paged_shares(shares, num_pages, 16, 4, 300) == expected
 
 
 def test_too_few_pages_are_refused():

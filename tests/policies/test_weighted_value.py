@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.policies.sampling import SEEDS, assert_same, random_entries
 from vllm_kvmerge.policies import DEAD, CompressionContext, CompressionPolicy, Entries
+from vllm_kvmerge.policies.indexing import mask_of
 from vllm_kvmerge.policies.mergers import DropMerger, NeighbourValueMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, SinkRecent
 from vllm_kvmerge.policies.trackers import MeanTracker, SumTracker
@@ -54,9 +55,7 @@ def test_equals_leaving_one_by_one(seed, num_heads, n, at_prompt_end, data):
     num_dead = data.draw(st.integers(0, n))
     entries = counted(random_entries(seed, num_heads, n, num_dead=num_dead, dtype=torch.float64), seed)
     tracker = data.draw(st.sampled_from([MeanTracker(), SumTracker()]))
-    # Without recent ones, some leave that have no right neighbour.
-    heavy = (HeavyHitter(num_sink_tokens=1, recent_window=window) for window in (None, 0))
-    selector = data.draw(st.sampled_from([*heavy, SinkRecent(num_sink_tokens=1), Recent()]))
+    selector = data.draw(st.sampled_from([HeavyHitter(num_sink_tokens=1), SinkRecent(num_sink_tokens=1), Recent()]))
     parts = policy(selector, tracker)
     context = CompressionContext.of_layer(entries, data.draw(st.integers(parts.min_budget, n - 1)), n, at_prompt_end)
     result = parts.compress(entries, context)
@@ -74,6 +73,15 @@ def test_equals_leaving_one_by_one(seed, num_heads, n, at_prompt_end, data):
     assert result.num_merged == num_merged
 
 
+def example(means: list[float]) -> Entries:
+    """One head; the value at position i is the i-th unit vector, its mean score is given."""
+    entries = random_entries(0, 1, len(means), head_size=len(means))
+    entries.positions = torch.arange(len(means)).unsqueeze(0)
+    entries.values = torch.eye(len(means)).unsqueeze(0)
+    entries.scores, entries.aux = 2 * torch.tensor([means]), torch.full((1, len(means)), 2.0)
+    return entries
+
+
 @pytest.mark.parametrize(
     ("means", "budget", "expected"),
     [
@@ -86,15 +94,35 @@ def test_equals_leaving_one_by_one(seed, num_heads, n, at_prompt_end, data):
     ],
 )
 def test_examples(means, budget, expected):
-    """The value at position i is the i-th unit vector."""
-    entries = random_entries(0, 1, 5, head_size=5)
-    entries.positions, entries.values = torch.arange(5).unsqueeze(0), torch.eye(5).unsqueeze(0)
-    entries.scores, entries.aux = 2 * torch.tensor([means]), torch.full((1, 5), 2.0)
+    entries = example(means)
     parts = policy(HeavyHitter(num_sink_tokens=1, recent_window=1))
     result = parts.compress(entries, CompressionContext.of_layer(entries, budget, 5, at_prompt_end=False)).entries
     for i, position in enumerate(result.positions[0].tolist()):
         value = torch.tensor(expected.get(position, torch.eye(5)[position].tolist()))
         torch.testing.assert_close(result.values[0, i], value.float())
+    assert torch.equal(result.aux, torch.full((1, budget), 2.0))
+
+
+def test_what_attention_never_used_has_no_weight():
+    entries = example([0.5, 0.0, 0.0, 0.0, 1.0])
+    entries.aux[0, 1:3] = 0.0  # 1 and 2 were never seen, 3 was, in vain
+    entries.scores[0, 1:3] = torch.nan
+    result = policy(HeavyHitter(num_sink_tokens=1, recent_window=1)).compress(
+        entries, CompressionContext.of_layer(entries, 3, 5, at_prompt_end=False)
+    )
+    torch.testing.assert_close(result.entries.values[0].sort(0).values, torch.eye(5)[[0, 3, 4]].sort(0).values)
+    assert (result.num_merged, result.num_evicted) == (2, 0)
+
+
+def test_without_a_right_neighbour_an_entry_is_lost():
+    class Oldest(Recent):
+        def select(self, entries, importance, protected, context):
+            return mask_of(entries.positions.argsort(dim=1, stable=True)[:, : context.num_kept], len(entries))
+
+    entries = example([0.1, 0.2, 0.3, 0.4, 0.5])
+    result = policy(Oldest()).compress(entries, CompressionContext.of_layer(entries, 3, 5, at_prompt_end=False))
+    assert (result.num_merged, result.num_evicted) == (0, 2)
+    assert torch.equal(result.entries.values[0], torch.eye(5)[:3])
 
 
 def test_mean_importance():

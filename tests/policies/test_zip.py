@@ -14,6 +14,7 @@ from tests.policies.sampling import (
     assert_sound,
     attend,
     logits,
+    nearest,
     newest_queries,
     probabilities,
     random_entries,
@@ -181,10 +182,9 @@ def test_each_entry_joins_its_most_similar_carrier_or_goes(seed, num_heads, n, t
         ranked = sinks + sorted((i for i in live if i not in sinks), key=lambda i: -importance[head, i].item())
         kept, evicted = ranked[:budget], ranked[budget:]
         groups = {i: [i] for i in kept}
-        for e in evicted:
-            cosine = torch.cosine_similarity(entries.keys[head, kept], entries.keys[head, e], dim=-1)
-            if cosine.max() > threshold:
-                groups[kept[int(cosine.argmax())]].append(e)
+        for e, (cosine, carrier) in nearest(entries, head, evicted, kept).items():
+            if cosine > threshold:
+                groups[carrier].append(e)
                 num_merged += 1
         where = {int(p): slot for slot, p in enumerate(result.entries.positions[head])}
         for c in kept:
@@ -224,12 +224,9 @@ def test_merge_first(seed, num_heads, n, threshold, data):
         free = (entries.is_live & ~protected)[head].nonzero().flatten().tolist()
         free.sort(key=lambda i: importance[head, i].item())
         lower, upper = free[: len(free) // 2], free[len(free) // 2 :]
-        pairs = []
-        for i in lower:
-            cosine = torch.cosine_similarity(entries.keys[head, upper], entries.keys[head, i], dim=-1)
-            if cosine.max() > threshold:
-                pairs.append((-cosine.max().item(), i, upper[int(cosine.argmax())]))
-        pairs = sorted(pairs)[: max(0, n - num_dead - budget)]
+        matches = nearest(entries, head, lower, upper)
+        pairs = sorted((-cosine, i, carrier) for i, (cosine, carrier) in matches.items() if cosine > threshold)
+        pairs = pairs[: max(0, n - num_dead - budget)]
         assert set(gone[head].nonzero().flatten().tolist()) == {member for _, member, _ in pairs}
         carriers = {carrier for _, _, carrier in pairs}
         for i in set(range(n)) - carriers - {member for _, member, _ in pairs}:

@@ -5,13 +5,14 @@ dense PyTorch and without anything of ``vllm_kvmerge``. It yields a ``Step`` for
 for a policy, and both must be the same.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tests.policies.every import policy_of
 from tests.policies.sampling import concatenate, newest_queries
 from vllm_kvmerge.ops import ScoreMode, ScoreUpdate
 from vllm_kvmerge.ops.attention import accumulate_scores
@@ -126,9 +127,12 @@ def attend(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return probabilities, probabilities @ values
 
 
-def assert_same_steps(ours: list[Step], theirs: Iterator[Step]) -> None:
-    """The same entries seen and the same outputs, to 1e-6, at every step."""
-    for number, (step, expected) in enumerate(zip(ours, theirs, strict=True)):
-        assert step.attended == expected.attended, f"step {number}"
-        error = (step.output - expected.output).abs().max().item()
-        assert error <= 1e-6, f"step {number}"
+def assert_follows(
+    request: dict[str, Any], stream: Stream, budget: int, oracle: Callable[[Head], Iterator[Step]]
+) -> None:
+    """The policy and the oracle see the same entries and give the same outputs, to 1e-6, at every step."""
+    for ours, head in zip(follow(policy_of(request), stream, budget), stream.heads(), strict=True):
+        for number, (step, expected) in enumerate(zip(ours, oracle(head), strict=True)):
+            assert step.attended == expected.attended, f"step {number}"
+            error = (step.output - expected.output).abs().max().item()
+            assert error <= 1e-6, f"step {number}"

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.policies.every import policy_of
-from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow
+from tests.policies.oracles.stream import Head, Step, Stream, assert_follows, attend
 
 SINKS, HEAVY, RECENT, BETA = 4, 10, 8, 0.7
 """``HEAVY`` counts the sinks."""
@@ -56,14 +55,9 @@ def d2o(head: Head) -> Iterator[Step]:
             scores[name] = scores.get(name, 0.0) + probability
 
 
-def ours(stream: Stream) -> list[list[Step]]:
-    """In a layer of its own, which has nothing to share its budget with."""
-    paper = {"selector": "h2o", "score_window": "all", "recent_window": RECENT, "threshold_share": BETA}
-    return follow(policy_of({"policy": "d2o", "allocator": "uniform", **paper}), stream, HEAVY + RECENT)
-
-
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_d2o(num_groups):
-    stream = Stream.random(num_groups, num_groups)
-    for mine, head in zip(ours(stream), stream.heads(), strict=True):
-        assert_same_steps(mine, d2o(head))
+    """In a layer of its own, which has nothing to share its budget with."""
+    paper = {"selector": "h2o", "score_window": "all", "recent_window": RECENT, "threshold_share": BETA}
+    request = {"policy": "d2o", "allocator": "uniform", **paper}
+    assert_follows(request, Stream.random(num_groups, num_groups), HEAVY + RECENT, d2o)

@@ -1,11 +1,11 @@
 """H2O (arXiv:2306.14048, algorithm 1, and the authors' cache that really drops entries)."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from tests.policies.every import policy_of
-from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow
+from tests.policies.oracles.stream import Head, Step, Stream, assert_follows, attend
 
 
 def h2o(head: Head, heavy: int, recent: int) -> Iterator[Step]:
@@ -30,7 +30,6 @@ def h2o(head: Head, heavy: int, recent: int) -> Iterator[Step]:
 @pytest.mark.parametrize("num_groups", [1, 4])
 @pytest.mark.parametrize(("heavy", "recent"), [(8, 8), (13, 3)])
 def test_h2o(num_groups, heavy, recent):
-    stream = Stream.random(num_groups, num_groups)
-    policy = policy_of({"policy": "h2o", "score_window": "all", "num_sink_tokens": 0, "recent_window": recent})
-    for ours, head in zip(follow(policy, stream, heavy + recent), stream.heads(), strict=True):
-        assert_same_steps(ours, h2o(head, heavy, recent))
+    request = {"policy": "h2o", "score_window": "all", "num_sink_tokens": 0, "recent_window": recent}
+    oracle = partial(h2o, heavy=heavy, recent=recent)
+    assert_follows(request, Stream.random(num_groups, num_groups), heavy + recent, oracle)

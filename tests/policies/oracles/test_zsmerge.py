@@ -1,14 +1,16 @@
 """ZSMerge (arXiv:2503.10714): algorithm 1 and the authors' code."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
-from tests.policies.every import policy_of
-from tests.policies.oracles.stream import Head, Step, Stream, assert_same_steps, attend, follow
+from tests.policies.oracles.stream import Head, Step, Stream, assert_follows, attend
 
 DECAY = 0.98
+
+REQUEST = {"policy": "zsmerge", "selector": "h2o", "score_window": "all", "num_sink_tokens": 0, "recent_share": 0.25}
 
 AUTHORS = {"recent_share": 0.4, "residual_share": 0.001}
 """Of the authors' script: 0.4 of the budget for the newest tokens, a single slot, the rest by score."""
@@ -56,22 +58,15 @@ def zsmerge(head: Head, budget: int, window: int, slots: int, ring: int, alpha: 
         weights[slot] += 1
 
 
-def ours(stream: Stream, budget: int, **fields: object) -> list:
-    paper = {"selector": "h2o", "score_window": "all", "num_sink_tokens": 0, "recent_share": 0.25}
-    return follow(policy_of({"policy": "zsmerge", **paper, **fields}), stream, budget)
-
-
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_the_authors_shares(num_groups):
     """Their ring of one token less, from which none is merged at once, is the same as a window of one more."""
-    stream, budget = Stream.random(num_groups, num_groups), 20
-    for mine, head in zip(ours(stream, budget, **AUTHORS), stream.heads(), strict=True):
-        assert_same_steps(mine, zsmerge(head, budget, 8, slots=1, ring=7))
+    oracle = partial(zsmerge, budget=20, window=8, slots=1, ring=7)
+    assert_follows(REQUEST | AUTHORS, Stream.random(num_groups, num_groups), 20, oracle)
 
 
 @pytest.mark.parametrize(("num_groups", "alpha"), [(1, 0.6), (4, 1.0), (4, 0.0)])
 def test_algorithm_1(num_groups, alpha):
     """Our shares: of 24 entries 6 are recent and 3 are slots."""
-    stream, budget = Stream.random(10 + num_groups, num_groups), 24
-    for mine, head in zip(ours(stream, budget, alpha=alpha), stream.heads(), strict=True):
-        assert_same_steps(mine, zsmerge(head, budget, 6, slots=3, ring=6, alpha=alpha))
+    oracle = partial(zsmerge, budget=24, window=6, slots=3, ring=6, alpha=alpha)
+    assert_follows(REQUEST | {"alpha": alpha}, Stream.random(10 + num_groups, num_groups), 24, oracle)
