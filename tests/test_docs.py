@@ -95,25 +95,6 @@ def test_presets_own_defaults_are_listed():
     assert listed == differing
 
 
-def test_every_parameter_of_the_parts_is_listed():
-    text = (ROOT / "docs" / "request-field.md").read_text()
-    for kind, parts in PARTS.items():
-        section = text.partition(f"### {kind.capitalize()}s\n")[2].partition("\n### ")[0].partition("\n## ")[0]
-        listed = {
-            (part, field, default)
-            for field, names, default in re.findall(r"^\| `(\w+)` \| (.*?) \| .*? \| `(.*?)` \|", section, re.M)
-            for part in re.findall(r"\w+", names)
-        }
-        expected = {
-            (name, field, json.dumps(info.default))
-            for name, part in parts.items()
-            for field, info in part.model_fields.items()
-        }
-        assert listed == expected, kind
-        for name, part in parts.items():
-            assert part.model_fields or f"`{name}`" in section.rpartition("Without parameters:")[2], name
-
-
 def test_requests_in_the_text_are_accepted():
     requests = [text for page in PAGES for text in re.findall(r'`(\{"(?:policy|budget)"[^`]*\})`', page.read_text())]
     assert '{"policy": "full"}' in requests and '{"budget": 0.25}' in requests
