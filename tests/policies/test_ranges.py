@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.examples import examples
 from tests.policies.every import context_for, entries_for
@@ -26,6 +27,15 @@ from vllm_kvmerge.policies.base import MAX_QUERIES, Allocator, Merger, Part, Sel
 from vllm_kvmerge.policies.choice import PartNames
 
 CLASSES = {f"{kind}-{name}": part for kind, classes in PARTS.items() for name, part in classes.items()}
+
+NUMBERS = {
+    f"{name}-{field}": (part, field, option)
+    for name, part in CLASSES.items()
+    for field, schema in part.model_json_schema().get("properties", {}).items()
+    for option in schema.get("anyOf", [schema])
+    if option.get("type") in ("integer", "number")
+}
+"""Every numeric field of every part, with its schema."""
 
 
 def bounds(option: dict[str, Any]) -> tuple[float, float]:
@@ -65,6 +75,19 @@ def policies(preset: str) -> st.SearchStrategy[CompressionPolicy]:
     classes = PartNames.of(PRESETS[preset]).classes
     chosen = st.fixed_dictionaries({kind: parts(part) for kind, part in classes.items()})
     return chosen.map(lambda some: CompressionPolicy(**some))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_a_number_may_be(name):
+    part, field, option = NUMBERS[name]
+    lower, upper = bounds(option)
+    for value in (lower, upper):
+        if field != "kernel_size" or value % 2:
+            assert getattr(part(**{field: value}), field) == value
+    step = 1 if option["type"] == "integer" else 1e-7
+    for value in (lower - step, upper + step, 10**400, -(10**400), math.inf, math.nan):
+        with pytest.raises(ValidationError):
+            part(**{field: value})
 
 
 @pytest.mark.parametrize("name", CLASSES)

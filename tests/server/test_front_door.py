@@ -126,9 +126,18 @@ def test_deep_text_in_a_string_is_refused(client: httpx.Client) -> None:
     check_refused(answer, None, "too deep")
 
 
-def test_a_body_over_the_limit_is_refused(client: httpx.Client) -> None:
+def peak_memory(server: Server) -> int:
+    """The API server's highest resident set, in bytes."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+
+def test_a_huge_body_is_refused_and_not_kept(guarded: Server, client: httpx.Client) -> None:
+    Path(f"/proc/{guarded.process.pid}/clear_refs").write_text("5")  # the peak is what is held now
+    before = peak_memory(guarded)
     answer = client.post("/invocations", content=(b" " * (1 << 20) for _ in range(400)), headers=JSON)
     check_refused(answer, None, "--max-body-bytes", 413)
+    assert peak_memory(guarded) - before < 32 << 20
 
 
 def test_a_rendered_request_carries_the_field(guarded: Server, client: httpx.Client) -> None:

@@ -52,15 +52,15 @@ class Planner:
     def learn(self, report: CompressionReport) -> None:
         """Takes into account how far workers have come, and what fronts came to whose size depends on data."""
         self._pace.learn(report.spent)
-        states = self._manager.states  # not those that have ended
-        for request_id in report.fronts.keys() & states.keys():
-            state, front = states[request_id], report.fronts[request_id]
-            state.reported[front.num_tokens] = front
-            self._count_freed(state, self._manager.shrink_front(state, front) + state.unreported)
-            state.unreported = 0
-        for request_id in report.progress.keys() & states.keys():
-            if (work := states[request_id].work) is not None:
-                work.learn(report.progress[request_id])
+        states = self._manager.states
+        for request_id, front in report.fronts.items():
+            if (state := states.get(request_id)) is not None:  # otherwise it has ended
+                state.reported[front.num_tokens] = front
+                self._count_freed(state, self._manager.shrink_front(state, front) + state.unreported)
+                state.unreported = 0
+        for request_id, progress in report.progress.items():
+            if (state := states.get(request_id)) is not None and state.work is not None:
+                state.work.learn(progress)
 
     # Compressions that are due.
 
@@ -115,6 +115,7 @@ class Planner:
         their requests compute nothing.
         """
         due, waiting, seconds = self._due(running, step), list[Request](), 0.0
+        at_work = bool(self._at_work(running))
         for state in due if room else ():
             try:
                 new_front, estimate = state.new_front(), self._pace.seconds(state.kind, state.num_entries)
@@ -122,7 +123,7 @@ class Planner:
                 self._fail(state.request.request_id, error)
                 state.due_since = None
                 continue
-            is_spread, at_work = is_awaited and estimate > STEP_SECONDS and not state.ends_now, self._at_work(running)
+            is_spread = is_awaited and estimate > STEP_SECONDS and not state.ends_now
             if is_spread and at_work:
                 continue  # one after the other: together, both would take as long as the longer one
             # A refresh has a step's time to itself: it moves the complete cache too, how fast is not known.
@@ -132,6 +133,7 @@ class Planner:
                 break
             if self._plan(state, new_front, step, is_spread):
                 seconds += 0.0 if is_spread else estimate
+                at_work = at_work or is_spread
             else:
                 waiting.append(state.request)
         return waiting, seconds
@@ -171,7 +173,7 @@ class Planner:
                 break
             # Not spread: blocks are needed at once.
             if self._plan(state, relief.new_front, step, is_spread=False):
-                count_relief(state.name, self._engine)
+                count_relief(state.policy, self._engine)
 
     # One compression.
 
@@ -232,16 +234,16 @@ class Planner:
         self._manager.retire_read(state)
         self._manager.supersede(work.superseded)
         state.shrink_kept()
-        count_compression(state.name, self._engine)
+        count_compression(state.policy, self._engine)
         if work.plan.may_shrink:
             state.unreported = work.num_freed
         else:
             self._count_freed(state, work.num_freed)
         if work.plan.is_refresh:
-            count_refresh(state.name, self._engine)
+            count_refresh(state.policy, self._engine)
 
     def _count_freed(self, state: RequestState, num_blocks: int) -> None:
         # Where each head has a page that is not full, a compression may take a block more than it frees.
         num_blocks = max(0, num_blocks)
-        count_freed(state.name, self._engine, num_blocks, num_blocks * self._bytes_per_block)
+        count_freed(state.policy, self._engine, num_blocks, num_blocks * self._bytes_per_block)
         self._accounts.note_returned(state.request.request_id, num_blocks)

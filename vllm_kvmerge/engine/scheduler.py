@@ -162,7 +162,7 @@ class CompressionSchedulerMixin(Scheduler):
                     self._states[request.request_id] = state
                     if self.connector is not None:
                         self._hidden.add(request.request_id)
-                        count_not_offloaded(state.name, self._engine)
+                        count_not_offloaded(state.policy, self._engine)
         super().add_request(request)
 
     def _admit(self, request: Request) -> RequestState | None:
@@ -276,9 +276,9 @@ class CompressionSchedulerMixin(Scheduler):
         self._begin_step()
         output = super().schedule(*args, **kwargs)
         self._num_drafts = {one: len(drafts) for one, drafts in output.scheduled_spec_decode_tokens.items()}
-        step = NO_STEP if self._is_plain() else self._compress(output)
+        step = None if self._is_plain() else self._compress(output)
         attach(output, None if step == NO_STEP else step)
-        self._set_gauges(bool(step.plans))
+        self._set_gauges(step is not None and bool(step.plans))
         return output
 
     def _begin_step(self) -> None:
@@ -377,9 +377,12 @@ class CompressionSchedulerMixin(Scheduler):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
-        if stats is not None and self._states:
-            stats.num_running_reqs -= sum(isinstance(one, RepeatingRequest) for one in self.running)
-            stats.num_waiting_reqs -= sum(isinstance(one, RepeatingRequest) for one in self.waiting)
+        if stats is not None:
+            for internal in self._repetitions.running():
+                if internal.status == RequestStatus.RUNNING:
+                    stats.num_running_reqs -= 1
+                else:
+                    stats.num_waiting_reqs -= 1
         return stats
 
     def _put_repetitions_first(self) -> None:
@@ -495,7 +498,7 @@ class CompressionSchedulerMixin(Scheduler):
         if step.usage:
             self._accounts.computed(step.usage)
         self._num_drafts = {}  # vLLM takes back those that were rejected
-        policies = {request_id: state.name for request_id, state in self._states.items()}  # some end now
+        policies = {request_id: state.policy for request_id, state in self._states.items()}  # some end now
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         self._count_generated(outputs_by_client, policies)
         self._repetitions.end_orphans()
@@ -538,7 +541,7 @@ class CompressionSchedulerMixin(Scheduler):
 
     def _policy(self, request_id: str) -> str:
         state = self._states.get(request_id)
-        return FULL if state is None else state.name
+        return FULL if state is None else state.policy
 
     def _size(self, request: Request) -> CacheSize:
         request_id = request.request_id

@@ -106,7 +106,7 @@ class ContextSharing:
                 self._manager.retire(request_id, front.num_tokens // block_size - 1)
             state.adopted()
             self._accounts.note_reused(request_id, front)
-            count_context(state.name, self._engine, front.num_tokens)
+            count_context(state.policy, self._engine, front.num_tokens)
         return adoptions
 
     def _restored_windows(self, request_id: str, front: SharedFront) -> list[tuple[int, int]]:
@@ -139,7 +139,7 @@ class ContextSharing:
         if key is None or fronts is None:
             return None, []
         if is_whole:
-            count_context(state.name, self._engine, 0)
+            count_context(state.policy, self._engine, 0)
         # New tokens may go to the last block of a front that saves none.
         if fronts.is_known(key) or len(blocks) > num_tokens // self._manager.block_size:
             return None, []

@@ -64,7 +64,7 @@ class RequestState:
     """``due_at``, and the segments that it is of."""
 
     @property
-    def name(self) -> str:
+    def policy(self) -> str:
         return self.schedule.config.name
 
     @property
