@@ -1,7 +1,7 @@
 # make setup   virtual environment with vLLM (CPU build), the package and its development tools
 # make serve   MODEL on http://127.0.0.1:$(PORT)
 # make test    the fast layer of the tests, ten minutes      make lint   ruff, mypy and import-linter
-# make test-all  everything that can be tested without a GPU, in pieces, one to two hours; what has passed on the same tree
+# make test-all  everything that can be tested without a GPU, in pieces, two hours; what has passed on the same tree
 #               is not run again, so that it goes on where it was interrupted
 # make docs    the documentation's site, into build/site, with its links checked, after its generated pages
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run, but

@@ -19,16 +19,16 @@ from tests.models.probe import FEATURES, arguments, prompts
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 HEADER = """# Support matrix
 
-Models of every architecture below were made from Transformers' configurations with random weights, a few small layers
-each, and run on the CPU, in float32 unless the model's name says otherwise, by stock vLLM and by the plugin. `python -m
-tests.models.matrix` writes this page; `make test-all` checks its rows.
+Each model has a few small layers with random weights, made from Transformers' configuration. Stock vLLM and the plugin
+run it on the CPU, in float32 unless its name says otherwise. `python -m tests.models.matrix` writes this page;
+`make test-all` checks its rows.
 
 - **plain**: requests without a policy give the tokens of stock vLLM.
-- **policies**: each generates 64 tokens after a prompt of 300, and its live entries, counted in the cache, stay within
-  what the budget allows; afterwards every block is free, and plain requests give the same tokens as before. `kvzap` is
-  left out: it needs a surrogate that is trained for the model.
-- Other columns are [fields of a request](request-field.md), each tried with one policy. What is not supported is
-  refused, over HTTP with status 400; notes say why.
+- **policies** (without `kvzap`, which needs a surrogate trained for the model): each generates 64 tokens after a prompt
+  of 300, and its live entries stay within what the budget allows. Afterwards every block is free, and plain requests
+  give the same tokens as before.
+- The other columns are [fields of a request](request-field.md), each tried with one policy. What is not supported is
+  refused, over HTTP with status 400; the notes say why.
 
 """
 

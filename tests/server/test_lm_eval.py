@@ -1,4 +1,4 @@
-"""Requests as lm-evaluation-harness sends them, with the data of its tasks (docs/evaluation-tasks.md)."""
+"""Requests as lm-evaluation-harness sends them, with the data of its tasks (docs/evaluation.md)."""
 
 import json
 from pathlib import Path

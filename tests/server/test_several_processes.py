@@ -92,7 +92,7 @@ def test_each_engine_answers_and_counts_as_one_alone(server, servers):
 
 def test_the_documented_requests(servers):
     """Those of the page, with the second engine named."""
-    (script,) = (text for text in blocks(ROOT / "docs/several-processes.md", "sh") if "curl" in text)
+    (script,) = (text for text in blocks(ROOT / "docs/operations.md", "sh") if "X-data-parallel-rank" in text)
     _, ask, count = commands(script)
     known = with_policy({"budget": 512})["policy"]
     before = servers.metric("vllm:kvmerge_requests_total", policy=known, engine="1")

@@ -2,7 +2,7 @@
 
 Templates, parameters, sampling, scoring and the way prompts are brought to a length are those of
 github.com/NVIDIA/RULER (its `synthetic.yaml` names the tasks). What differs is in
-docs/evaluation-tasks.md.
+docs/evaluation.md.
 """
 
 from vllm_kvmerge.evaluation.tasks.ruler import common_words, frequent_words, niah, qa, variable_tracking
