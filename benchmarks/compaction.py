@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor
 
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.evaluation.summary import print_table
@@ -96,19 +96,11 @@ class TracedSequence:
         capacity = config.policy.capacity(budget)
         num_entries = self.front + covered - self.tail
         new_front = num_entries if capacity is None else min(num_entries, capacity)
-        plan = CompressionPlan(
-            request_id="",
-            compression="",
-            front=self.front,
-            tail=self.tail,
-            num_tokens=covered,
-            budget=budget,
-            new_front=new_front,
-            blocks=self.blocks[: -(-new_front // BLOCK_SIZE)].tolist(),
-            num_computed=self.num_tokens,
-        )
-        ring = self._ring(config.policy.query_window)
-        compaction = Compaction(plan, config.policy, self.blocks, self._prompt_scores(config), ring)
+        blocks = self.blocks[: -(-new_front // BLOCK_SIZE)].tolist()
+        plan = Compress("", "", "growth", covered, self.num_tokens, budget, new_front, blocks)
+        ring, scores = self._ring(config.policy.query_window), self._prompt_scores(config)
+        segments = {"front": self.front, "tail": self.tail}
+        compaction = Compaction(plan, config.policy, self.blocks, scores, ring, **segments)
         self.compactor.run([compaction])
         self.front, self.tail = new_front, covered
 

@@ -11,7 +11,7 @@ from gpu_peers import Problem, all_peers, timed
 from torch import Tensor
 
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.ops import (
     NO_UPDATE,
@@ -361,7 +361,7 @@ def policy_row(
     compactions = []
     for row in requests:
         blocks = caches.table[row, :num_blocks].tolist()
-        plan = CompressionPlan(str(row), policy, front, front, n, budget, new_front, blocks)
+        plan = Compress(str(row), policy, "growth", n, n, budget, new_front, blocks)
         prompt_scores = ring = None
         if not is_interval and config.prompt_window:
             prompt_scores = PromptScores.empty(num_layers, bench.heads, n, bench.device)
@@ -372,7 +372,8 @@ def policy_row(
             ring = QueryRing.empty(
                 num_layers, config.policy.query_window, query_heads, bench.head_size, bench.dtype, bench.device
             )
-        compactions.append(Compaction(plan, config.policy, caches.table[row], prompt_scores, ring))
+        segments = {"front": front, "tail": front}
+        compactions.append(Compaction(plan, config.policy, caches.table[row], prompt_scores, ring, **segments))
 
     def run(number: int) -> None:
         layers = caches.layers[number % caches.copies :][:1] if is_interval else caches.layers

@@ -375,8 +375,8 @@ def sides_of_ours(model: str, kvzap: str | None, jobs: Sequence[Job], tokenizer:
     kept: dict[int, np.ndarray] = {}
     execute = Compactor.execute
 
-    def watched(self: Compactor, compactions: Sequence[Compaction]) -> Execution:
-        done = execute(self, compactions)
+    def watched(self: Compactor, compactions: Sequence[Compaction], *begun: Any) -> Execution:
+        done = execute(self, compactions, *begun)
         for index, one in enumerate(compactions):
             job, _, _ = one.plan.request_id.partition("-")  # the backend counts its requests, vLLM adds to their ids
             kept.setdefault(int(job), left(self, one, done.pages.get(index)))

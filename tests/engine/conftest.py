@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # vLLM must not be imported before it is known which of its l
     from vllm import SamplingParams
 
     from vllm_kvmerge.engine.fronts import FrontCache
-    from vllm_kvmerge.engine.plan import Segments
+    from vllm_kvmerge.engine.schedule import Segments
 
 NUM_BLOCKS = 230
 MAX_MODEL_LEN = 4096

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 from vllm_kvmerge.engine import planning
-from vllm_kvmerge.engine.plan import Kind, PartialPlan
+from vllm_kvmerge.engine.messages import CompressPart, Kind
 from vllm_kvmerge.engine.spreading import STEP_SECONDS, Pace, SpreadCompression
 from vllm_kvmerge.policies import pausing
 
@@ -40,12 +40,12 @@ def spread_over(num_steps: int) -> Iterator[Spread]:
     heads too."""
     done = Spread()
 
-    def next_part(self: SpreadCompression, seconds: float, pace: Pace) -> PartialPlan | None:
+    def next_part(self: SpreadCompression, seconds: float, pace: Pace) -> CompressPart | None:
         self.until += 1.0 / num_steps
         if self.until > 1.0 - 1e-6:
             return None
-        done.parts.append(self.plan.request_id)
-        return PartialPlan(self.plan, self.until, NUM_PARTS)
+        done.parts.append(self.compress.request_id)
+        return CompressPart(self.compress, self.until, NUM_PARTS)
 
     with (
         patch.object(planning, "STEP_SECONDS", -1.0),

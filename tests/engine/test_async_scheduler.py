@@ -12,7 +12,7 @@ from tests.engine.machine.driver import Driver
 from tests.engine.machine.setting import Setting
 from tests.engine.machine.worker import NUM_TOKEN_IDS
 from tests.engine.spread import AtOnce
-from vllm_kvmerge.engine.plan import attached_step
+from vllm_kvmerge.engine.messages import attached_step
 
 FIELDS = {
     "streaming_llm": {},
@@ -25,15 +25,16 @@ FIELDS = {
 }
 
 
-def plans(name: str, share: float | None, is_async: bool) -> dict[str, list[tuple[int, ...]]]:
-    """Of each request, as (front, tail, n, new_front); every third one is plain. share: of a prompt that is context."""
+def plans(name: str, share: float | None, is_async: bool) -> dict[str, list[tuple]]:
+    """Of each request, as (n, tokens computed, new_front, purpose); every third one is plain. share: of a prompt that
+    is context."""
     driver, found = Driver(Setting(num_blocks=120, is_async=is_async)), defaultdict(list)
     driver.scheduler._planner._pace, schedule = AtOnce(1), driver.scheduler.schedule
 
     def noted(*args):
         output = schedule(*args)
-        for plan in attached_step(output).plans:
-            found[plan.request_id].append((plan.front, plan.tail, plan.num_tokens, plan.new_front))
+        for plan in attached_step(output).compress:
+            found[plan.request_id].append((plan.num_tokens, plan.seq_len, plan.new_front, plan.purpose))
         return output
 
     driver.scheduler.schedule = noted

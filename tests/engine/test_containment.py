@@ -16,8 +16,8 @@ from tests.engine.spread import AtOnce
 from tests.policies import failing
 from tests.presets import SMALL
 from vllm_kvmerge import compression, demo
+from vllm_kvmerge.engine.messages import Kind, attached_step
 from vllm_kvmerge.engine.metrics import FAILED
-from vllm_kvmerge.engine.plan import Kind, attached_step
 from vllm_kvmerge.engine.spreading import STEP_SECONDS, Pace
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
 from vllm_kvmerge.evaluation.backends import Answer, EngineBackend, Request, RequestError
@@ -183,7 +183,7 @@ def test_compressions_of_one_step_share_its_time(engine: Engine, monkeypatch: py
     """Of twelve at once that are too long for a step, a step begins or ends one, and where nobody waits another; tokens
     stay what they are."""
     texts, some = prompts(5, 12), params("rkv", interval=8)
-    counts = noted(engine, monkeypatch, lambda output: len(attached_step(output).plans))
+    counts = noted(engine, monkeypatch, lambda output: len(attached_step(output).compress))
     expected = engine.tokens(texts, some)
     assert max(counts) > 2
     counts.clear()
@@ -228,8 +228,8 @@ def test_compressions_after_every_token_wait_for_each_other(engine: Engine, monk
             return 0.9 * STEP_SECONDS * (number + 1) / len(names)
 
     def step(output: Any) -> tuple[float, int, bool]:
-        plans = attached_step(output).plans
-        seconds = sum(pace.seconds((plan.compression, 0), plan.front) for plan in plans)
+        plans = attached_step(output).compress
+        seconds = sum(pace.seconds((plan.compression, 0), plan.new_front) for plan in plans)
         return seconds, len(plans), any(name.startswith("plain") for name in output.num_scheduled_tokens)
 
     pace, steps = Paced(1), noted(engine, monkeypatch, step)

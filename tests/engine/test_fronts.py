@@ -10,8 +10,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, ini
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import TURN, FrontCache, SharedFront
-from vllm_kvmerge.engine.plan import Segments
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
+from vllm_kvmerge.engine.schedule import Segments
 from vllm_kvmerge.request.parameters import parse_compression
 
 BLOCK_SIZE = 32

@@ -8,6 +8,7 @@ from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import preempting, random_prompt
 from tests.engine.worker.test_head_pages import POLICIES
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.evaluation.continuation import forced
 from vllm_kvmerge.request.parameters import parse_compression
 
@@ -81,13 +82,12 @@ def test_blocks_that_no_head_needs_are_returned(engine):
 @pytest.mark.parametrize(("length", "num_tokens", "settled"), [(200, 64, [True, False]), (20, 200, [False, False])])
 def test_shares_are_settled_by_contexts_alone(engine, monkeypatch, length, num_tokens, settled):
     """What generation asks for waits for no GPU, a first compression either."""
-    planner, plans = engine.scheduler._planner, []
-    complete = planner._complete
+    compactions, compaction = [], Compression._compaction
     monkeypatch.setattr(
-        planner, "_complete", lambda state, step: (plans.append(state.work.plan), complete(state, step))
+        Compression, "_compaction", lambda self, *args: compactions.append(found := compaction(self, *args)) or found
     )
     fields = {"policy": "adakv", "budget": 100, "interval": 32, "decode": "bounded"}
     forced_tokens = random_prompt(np.random.default_rng(6), num_tokens)
     engine.generate([random_prompt(np.random.default_rng(5), length)], forced(forced_tokens, fields))
-    assert [plan.settles_shares for plan in plans if plan.share_blocks][:2] == settled
+    assert [one.settles_shares for one, _ in compactions if one.plan.share_blocks][:2] == settled
     engine.assert_empty()

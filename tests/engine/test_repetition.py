@@ -40,7 +40,7 @@ def scores(monkeypatch) -> list[torch.Tensor]:
     found, run_plans = [], Compression.run_plans
 
     def watched(self, blocks_of):
-        states = [self.states[plan.request_id] for plan in self.step.plans if plan.request_id in self.states]
+        states = [self.states[plan.request_id] for plan in self.step.compress if plan.request_id in self.states]
         found.extend(one.prompt_scores.scores.clone() for one in states if one.prompt_scores is not None)
         return run_plans(self, blocks_of)
 

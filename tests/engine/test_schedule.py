@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontSize, Segments
-from vllm_kvmerge.engine.schedule import RequestCompression
+from vllm_kvmerge.engine.schedule import UNCOMPRESSED, FrontSize, RequestCompression, Segments
 from vllm_kvmerge.engine.state import RequestState, RequestStates
 from vllm_kvmerge.policies.allocators.pyramid import Pyramid
 from vllm_kvmerge.request.limits import Limits, ModelShape

@@ -6,7 +6,8 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, greedy, random_prompt, run
 from tests.engine.spread import spread_over
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionPlan, Spent
+from vllm_kvmerge.engine.messages import Compress, Spent
+from vllm_kvmerge.engine.schedule import UNCOMPRESSED
 from vllm_kvmerge.engine.spreading import GUESS, MAX_KINDS, SHARE, STEP_SECONDS, Pace, SpreadCompression
 
 CONTEXT = 430
@@ -141,13 +142,17 @@ def test_a_request_that_ends_or_is_preempted_in_between(engine, policy):
         assert finish(engine) == {"long": expected}
 
 
-PLAN = CompressionPlan("a", "{}", 0, 0, 1000, 100, 100, list(range(4)))
+PLAN = Compress("a", "{}", "context", 1000, 1000, 100, 100, list(range(4)))
 KIND = "{}", 10
+
+
+def spread_compression() -> SpreadCompression:
+    return SpreadCompression(PLAN, None, [], UNCOMPRESSED, 0, KIND, 1000)
 
 
 def test_parts_follow_what_workers_report():
     """Of a second's work: a 64th at first, and then as much as a step has time for, whatever has been guessed."""
-    pace, spread, done, parts = Pace(1), SpreadCompression(PLAN, UNCOMPRESSED, 0, KIND, 1000), 0.0, []
+    pace, spread, done, parts = Pace(1), spread_compression(), 0.0, []
     while (part := spread.next_part(STEP_SECONDS, pace)) is not None:
         parts.append(part.until - done)
         done = part.until
@@ -158,7 +163,7 @@ def test_parts_follow_what_workers_report():
 
 
 def test_parts_that_workers_have_not_reported_are_not_asked_for_again():
-    spread, pace = SpreadCompression(PLAN, UNCOMPRESSED, 0, KIND, 1000), Pace(1)
+    spread, pace = spread_compression(), Pace(1)
     pace.learn({KIND: Spent(1.0, 1000)})
     first, second = (spread.next_part(0.1, pace) for _ in range(2))
     assert first.until == pytest.approx(0.1) and second.until == pytest.approx(0.2)

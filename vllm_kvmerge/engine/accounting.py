@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvmerge.engine.fronts import SharedFront
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, CompressionReport, HeadCounts
-from vllm_kvmerge.engine.schedule import RequestCompression
+from vllm_kvmerge.engine.messages import CompressionReport, HeadCounts
+from vllm_kvmerge.engine.schedule import UNCOMPRESSED, RequestCompression
 from vllm_kvmerge.engine.usage import REPORT_KEY, STEPS_KEY, STREAM, USAGE_KEY, CacheSize
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig
 from vllm_kvmerge.request.proof import PROOFS_KEY

@@ -21,8 +21,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import FrontCache, HeldWindow, SharedFront
-from vllm_kvmerge.engine.plan import FrontReport, FrontSize, Segments, WindowMove
+from vllm_kvmerge.engine.messages import FrontReport, MoveWindow
 from vllm_kvmerge.engine.repeating_request import RepeatingRequest
+from vllm_kvmerge.engine.schedule import FrontSize, Segments
 from vllm_kvmerge.engine.state import Offer, RequestState, RequestStates
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import cell_bytes, latent_cell_bytes
@@ -57,16 +58,12 @@ WINDOW_SPECS = SlidingWindowSpec, ChunkedLocalAttentionSpec
 
 @dataclass(frozen=True)
 class Relocation:
-    """Location of a compressed front: ids of its ``blocks``, and of the null blocks (``hole``) that follow them in the
-    request's block table, up to the first block that the sequence still needs. num_freed: blocks that the pool
-    gains. windows: of the other groups of layers, if their keys are turned. in_place: ``blocks`` begin the table
-    already."""
+    """Location of a compressed front: ids of its ``blocks``. num_freed: blocks that the pool gains. windows: of the
+    other groups of layers, if their keys are turned."""
 
     blocks: list[int]
-    hole: list[int]
     num_freed: int
-    windows: list[WindowMove]
-    in_place: bool
+    windows: list[MoveWindow]
 
 
 @dataclass(frozen=True)
@@ -264,9 +261,7 @@ class MergeableAttentionManager(FullAttentionManager):
             self.fronts.lose(lost)
         self.block_pool.evict_blocks({block.block_id for block in lost})
         front = private + self.block_pool.get_new_blocks(num_fresh) + unhashed
-        hole = [self._null_block] * (num_replaced - num_front_blocks)
-        in_place = all(block is before for block, before in zip(front, row, strict=False))
-        row[:num_replaced] = front + hole
+        row[:num_replaced] = front + [self._null_block] * (num_replaced - num_front_blocks)
         blocks = [block.block_id for block in front]
         taken = set(blocks)
         retired = [block for block in held if block.block_id not in taken]
@@ -277,7 +272,7 @@ class MergeableAttentionManager(FullAttentionManager):
         state.given_up = retired
         places = new_front.places if new_front.share_blocks else 0
         state.front = Segments(new_front.entries, num_tokens, num_computed or num_tokens, places)
-        return Relocation(blocks, [block.block_id for block in hole], num_freed, moves, in_place)
+        return Relocation(blocks, num_freed, moves)
 
     def _windows_at(
         self, request_id: str, num_tokens: int
@@ -297,7 +292,7 @@ class MergeableAttentionManager(FullAttentionManager):
         first: int,
         num_rows: int,
         given_up: list[KVCacheBlock],
-    ) -> WindowMove:
+    ) -> MoveWindow:
         """Gives a request blocks of its own in ``num_rows`` rows from ``first`` on, in place of those that others may
         read, which are added to ``given_up``."""
         table = manager.req_to_blocks[request_id]
@@ -308,7 +303,7 @@ class MergeableAttentionManager(FullAttentionManager):
                 (table[row],) = self.block_pool.get_new_blocks(1)
         after = table[first : first + num_rows]
         ids = ([block.block_id for block in blocks] for blocks in (before, after))
-        return WindowMove(manager.kv_cache_group_id, first, *ids)
+        return MoveWindow(request_id, manager.kv_cache_group_id, first, *ids)
 
     def shrink_front(self, state: RequestState, report: FrontReport) -> int:
         """Returns the blocks to the pool that a front turned out not to need; the number of them. A report of a front

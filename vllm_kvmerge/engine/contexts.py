@@ -18,8 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import HeldWindow, SharedFront
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, Segments
-from vllm_kvmerge.engine.schedule import RequestCompression
+from vllm_kvmerge.engine.schedule import UNCOMPRESSED, RequestCompression, Segments
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

@@ -10,8 +10,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 
 from vllm_kvmerge.engine.contexts import ContextRefused
+from vllm_kvmerge.engine.messages import Failure
 from vllm_kvmerge.engine.metrics import FAILED
-from vllm_kvmerge.engine.plan import Failure
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STATUS_KEY
 from vllm_kvmerge.policies.errors import PartError, describe
 from vllm_kvmerge.request.parameters import CompressionError

@@ -20,8 +20,9 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from vllm_kvmerge.engine.plan import HeadCounts, Segments
+from vllm_kvmerge.engine.messages import HeadCounts
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
+from vllm_kvmerge.engine.schedule import Segments
 
 
 @dataclass(frozen=True)

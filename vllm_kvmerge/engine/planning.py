@@ -7,10 +7,11 @@ from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.accounting import Accounts
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.messages import Compress, CompressionReport, CompressionStep, Purpose
 from vllm_kvmerge.engine.metrics import count_compression, count_freed, count_refresh, count_relief
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionReport, CompressionStep, FrontSize
 from vllm_kvmerge.engine.pressure import Pressure
 from vllm_kvmerge.engine.repeating_request import RepeatingRequest
+from vllm_kvmerge.engine.schedule import FrontSize
 from vllm_kvmerge.engine.sharing import ContextSharing
 from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, Pace, SpreadCompression
 from vllm_kvmerge.engine.state import RequestState
@@ -46,7 +47,7 @@ class Planner:
     def drop(self, state: RequestState) -> None:
         """Drops the request's compression if it is under way."""
         if state.work is not None:
-            self._sharing.drop(state.work.plan)
+            self._sharing.drop(state.work.front)
             state.work = None
 
     def learn(self, report: CompressionReport) -> None:
@@ -76,7 +77,7 @@ class Planner:
         is_awaited = self._is_awaited(running, scheduled)
         room = self._pace.room(is_awaited)
         waiting, seconds = self._plan_due(running, step, is_awaited, room)
-        while waiting and not (scheduled or step.plans or self._at_work(running)):
+        while waiting and not (scheduled or step.compress or self._at_work(running)):
             # Deadlock: requests that share their blocks wait for room to copy them. One has to go.
             preempt(waiting[-1])
             waiting, seconds = self._plan_due(running, step, is_awaited, room)
@@ -87,7 +88,7 @@ class Planner:
                 self._complete(state, step)
             else:
                 step.parts.append(part)
-        step.is_awaited = is_awaited and bool(step.plans or step.parts)
+        step.is_awaited = is_awaited and bool(step.compress or step.parts)
 
     def _at_work(self, running: Sequence[Request]) -> list[RequestState]:
         """Those whose compression is spread over steps: one at a time."""
@@ -127,9 +128,9 @@ class Planner:
             if is_spread and at_work:
                 continue  # one after the other: together, both would take as long as the longer one
             # A refresh has a step's time to itself: it moves the complete cache too, how fast is not known.
-            is_alone = state.is_refresh or (step.plans and step.plans[0].is_refresh)
+            is_alone = state.is_refresh or (step.compress and step.compress[0].is_refresh)
             left = room - seconds - (LEAST_SECONDS if at_work else 0.0)
-            if step.plans and (is_alone or (not is_spread and estimate > left)):
+            if step.compress and (is_alone or (not is_spread and estimate > left)):
                 break
             if self._plan(state, new_front, step, is_spread):
                 seconds += 0.0 if is_spread else estimate
@@ -143,7 +144,7 @@ class Planner:
         due = list[RequestState]()
         for state in self._states(running):
             if (window := state.window()) is not None and not state.awaits_pressure:
-                step.windows[state.request.request_id] = window
+                step.score[state.request.request_id] = window
             if not (state.is_due and state.is_scored):
                 state.due_since = None
                 continue
@@ -164,12 +165,12 @@ class Planner:
             return
         for state in asleep:
             if (window := state.window()) is not None:
-                step.windows[state.request.request_id] = window
+                step.score[state.request.request_id] = window
         seconds = 0.0
         for relief in self._pressure.reliefs(running, first_waiting, asleep, self._fail):
             state = relief.state
             seconds += self._pace.seconds(state.kind, state.num_entries)
-            if step.plans and seconds > STEP_SECONDS:
+            if step.compress and seconds > STEP_SECONDS:
                 break
             # Not spread: blocks are needed at once.
             if self._plan(state, relief.new_front, step, is_spread=False):
@@ -189,39 +190,36 @@ class Planner:
         relocation = self._manager.relocate(state, num_tokens, new_front, num_computed, turns_windows)
         if relocation is None:
             return False
-        is_of_context = schedule.is_in_context(segments)
-        is_partial = is_of_context and num_computed < schedule.context
-        key, copies = self._sharing.plan(state, relocation.blocks) if is_of_context else (None, [])
-        plan = CompressionPlan(
+        purpose: Purpose = "refresh" if is_refresh else "growth"
+        if schedule.is_in_context(segments):
+            purpose = "part" if num_computed < schedule.context else "context"
+        compress = Compress(
             request_id=request.request_id,
             compression=schedule.config.text,
-            front=segments.num_places,
-            tail=segments.tail,
+            purpose=purpose,
             num_tokens=num_tokens,
+            seq_len=num_computed,
             budget=schedule.budget,
             new_front=new_front.places,
             blocks=relocation.blocks,
-            hole=relocation.hole,
-            in_place=segments.are_compressed and relocation.in_place,
             share_blocks=new_front.share_blocks,
-            has_pages=new_front.has_pages,
-            may_shrink=new_front.may_shrink,
-            # While a request generates, its tokens wait for none of them; without a next one there is no other time.
-            settles_shares=is_of_context or not (segments.are_compressed or schedule.config.decode == "bounded"),
-            is_refresh=is_refresh,
             external_tokens=schedule.total if schedule.external_bytes else 0,
-            num_computed=num_computed,
-            is_partial=is_partial,
-            is_rescored=schedule.is_rescored(segments),
-            key=key,
-            copies=copies,
-            windows=relocation.windows,
         )
+        front = self._sharing.plan(state, relocation.blocks) if compress.is_of_context else None
         state.is_repeated, state.due_since = False, None
         # A prompt that is the context itself goes on in a chat's next one, which looks for exact blocks.
-        is_superseding = key is not None and not is_partial and schedule.context < request.num_prompt_tokens
-        superseded = computed if is_superseding else []
-        state.work = SpreadCompression(plan, segments, relocation.num_freed, kind, num_entries, superseded)
+        is_superseding = front is not None and purpose == "context" and schedule.context < request.num_prompt_tokens
+        state.work = SpreadCompression(
+            compress,
+            front,
+            relocation.windows,
+            before=segments,
+            num_freed=relocation.num_freed,
+            may_shrink=new_front.may_shrink,
+            superseded=computed if is_superseding else [],
+            kind=kind,
+            num_entries=num_entries,
+        )
         if not is_spread:
             self._complete(state, step)
         return True
@@ -230,16 +228,19 @@ class Planner:
         """Adds a compression to ``step``, or the rest of it, if it has been under way."""
         assert state.work is not None
         work, state.work = state.work, None
-        step.plans.append(work.plan)
+        step.compress.append(work.compress)
+        step.moves += work.moves
+        if work.front is not None:
+            step.fronts.append(work.front)
         self._manager.retire_read(state)
         self._manager.supersede(work.superseded)
         state.shrink_kept()
         count_compression(state.policy, self._engine)
-        if work.plan.may_shrink:
+        if work.may_shrink:
             state.unreported = work.num_freed
         else:
             self._count_freed(state, work.num_freed)
-        if work.plan.is_refresh:
+        if work.compress.is_refresh:
             count_refresh(state.policy, self._engine)
 
     def _count_freed(self, state: RequestState, num_blocks: int) -> None:

@@ -8,8 +8,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
-from vllm_kvmerge.engine.plan import FrontSize
-from vllm_kvmerge.engine.schedule import cdiv
+from vllm_kvmerge.engine.schedule import FrontSize, cdiv
 from vllm_kvmerge.engine.state import RequestState
 from vllm_kvmerge.policies.errors import PartError
 

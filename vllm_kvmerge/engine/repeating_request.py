@@ -3,7 +3,7 @@
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from vllm_kvmerge.engine.plan import RepeatedChunk
+from vllm_kvmerge.engine.messages import Repeat
 from vllm_kvmerge.policies.base import Tracker
 
 FIRST = -(1 << 31)
@@ -19,7 +19,7 @@ class RepeatingRequest(Request):
     """
 
     def __init__(
-        self, parent: Request, key: bytes | None, context: int, chunk: RepeatedChunk, index: int, tokens: list[int]
+        self, parent: Request, key: bytes | None, context: int, chunk: Repeat, index: int, tokens: list[int]
     ) -> None:
         # Of several runs through the same chunks, the worker may still know an earlier one that has been preempted.
         name = f"{parent.request_id}/repetition-{parent.num_preemptions}-{index}"
@@ -50,7 +50,7 @@ class RepeatingRequest(Request):
         if repetition is None:
             return None
         where = context, repetition.start, repetition.end, repetition.sinks
-        chunk = RepeatedChunk(parent.request_id, *where, tracker.normalizes)
+        chunk = Repeat(parent.request_id, *where, tracker.normalizes)
         return cls(parent, key, context, chunk, index, tokens + repetition.tokens)
 
     @property

@@ -6,7 +6,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.known_scores import KnownScores
-from vllm_kvmerge.engine.plan import CompressionStep
+from vllm_kvmerge.engine.messages import CompressionStep
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.state import RequestState, RequestStates
@@ -67,7 +67,7 @@ class Repetitions:
                 if not internal.num_in_flight_tokens and not output.preempted_req_ids:
                     stuck.append(request)
             else:
-                step.repetitions[internal.request_id] = internal.chunk
+                step.repeat[internal.request_id] = internal.chunk
                 if internal.is_scheduled:
                     self._finish_chunk(state, internal, step)
         return stuck
@@ -81,7 +81,7 @@ class Repetitions:
         if key is not None and not request.skip_reading_prefix_cache:
             number = self.known_scores.find(key)
             if number is not None:
-                step.recalled_scores[request.request_id] = number
+                step.scores.recalled[request.request_id] = number
                 state.is_repeated = True
                 return True
             if self.known_scores.has_room(state.schedule.score_bytes) and any(one.key == key for one in self.running()):
@@ -96,7 +96,7 @@ class Repetitions:
         if state.is_repeated and internal.key is not None:
             number = self.known_scores.keep(internal.key, state.schedule.score_bytes)
             if number is not None:
-                step.kept_scores[state.request.request_id] = number
+                step.scores.kept[state.request.request_id] = number
 
     def _repeat(self, state: RequestState, key: bytes | None, index: int) -> None:
         """Queues the internal request that repeats a chunk of the request's context, if there is such a chunk."""

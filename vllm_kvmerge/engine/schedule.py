@@ -8,13 +8,64 @@ return blocks, and to repeat a compression, but never to decide when. This modul
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Segments
+from vllm_kvmerge.engine.messages import FrontReport
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.parameters import CompressionConfig
 
 
 def cdiv(number: int, unit: int) -> int:
     return -(-number // unit)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A sequence's slots in use: compressed entries in ``[0, front)``, ordinary tokens from ``tail`` on.
+
+    changed_at: tokens computed when the front was made. uneven_places: entries of each KV head that a compression reads
+    in the front, dead ones included, where heads hold different numbers of them, ``front`` on average; 0: all hold
+    ``front``.
+    """
+
+    front: int = 0
+    tail: int = 0
+    changed_at: int = 0
+    uneven_places: int = 0
+
+    @property
+    def are_compressed(self) -> bool:
+        return self.tail > 0
+
+    @property
+    def num_places(self) -> int:
+        """Entries of each KV head that a compression reads in the front."""
+        return self.uneven_places or self.front
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Live entries per KV head of a sequence of ``num_tokens``."""
+        return self.front + num_tokens - self.tail
+
+
+UNCOMPRESSED = Segments()
+
+
+@dataclass(frozen=True)
+class FrontSize:
+    """Size of a front that is to be made. entries: per KV head, on average. places: of each head, including those that
+    stay empty. share_blocks: blocks whose pages heads with different budgets share; 0: there are none such.
+    has_pages: heads hold their entries in these pages; otherwise each in as many places as any of them needs.
+    may_shrink: what they hold depends on data: ``entries`` and blocks are the most."""
+
+    entries: int
+    places: int
+    num_blocks: int
+    share_blocks: int = 0
+    has_pages: bool = False
+    may_shrink: bool = False
+
+    @classmethod
+    def even(cls, entries: int, block_size: int) -> "FrontSize":
+        """That of a front whose heads have equally many places, each its own part of every block."""
+        return cls(entries, entries, -(-entries // block_size))
 
 
 @dataclass(frozen=True)

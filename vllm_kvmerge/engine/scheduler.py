@@ -27,8 +27,7 @@ from vllm_kvmerge.engine.connectors import HiddenRequests
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
-from vllm_kvmerge.engine.metrics import CacheGauges, count_generated, count_not_offloaded
-from vllm_kvmerge.engine.plan import (
+from vllm_kvmerge.engine.messages import (
     NO_REPORT,
     NO_STEP,
     CompressionReport,
@@ -38,6 +37,7 @@ from vllm_kvmerge.engine.plan import (
     attached_report,
     attached_step,
 )
+from vllm_kvmerge.engine.metrics import CacheGauges, count_generated, count_not_offloaded
 from vllm_kvmerge.engine.planning import Planner
 from vllm_kvmerge.engine.poison import FreedBlocks
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
@@ -278,7 +278,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._num_drafts = {one: len(drafts) for one, drafts in output.scheduled_spec_decode_tokens.items()}
         step = None if self._is_plain() else self._compress(output)
         attach(output, None if step == NO_STEP else step)
-        self._set_gauges(step is not None and bool(step.plans))
+        self._set_gauges(step is not None and bool(step.compress))
         return output
 
     def _begin_step(self) -> None:
@@ -322,13 +322,13 @@ class CompressionSchedulerMixin(Scheduler):
         self._states.release_kept(self.running)
         self._accounts.begin_step(self.running)
         step, scheduled = CompressionStep(), output.num_scheduled_tokens
-        step.adoptions = self._sharing.adoptions()
+        step.adopt = self._sharing.adoptions()
         stuck = list[Request]()
         if self._states:  # plain requests do not pay for others
             stuck = self._repetitions.go_on(list(self.running), output, step)
             step.outputs = self._sharing.new_contexts(scheduled)
             self._planner.compress_due(self.running, scheduled, step, self._stop_running)
-        step.forgotten_scores = self._repetitions.known_scores.take_forgotten()
+        step.scores.forgotten.extend(self._repetitions.known_scores.take_forgotten())
         is_idle = not scheduled and self.pause_state != PauseState.PAUSED_ALL
         if stuck and len(stuck) == len(self.running) and is_idle:
             # Deadlock: nothing runs, and what they wait for finds no room, or is behind others that find none.
@@ -340,11 +340,11 @@ class CompressionSchedulerMixin(Scheduler):
         self._manager.release_retired()
         step.turns = self._sharing.take_turns()
         if self._manager.fronts is not None:
-            step.forgotten = self._manager.fronts.take_forgotten()
-        compressed = {plan.request_id: plan.is_refresh for plan in step.plans}
+            step.drop = self._manager.fronts.take_forgotten()
+        compressed = {one.request_id: one.is_refresh for one in step.compress}
         step.usage = self._accounts.end_step(self.running, compressed)
         if self._freed is not None:
-            step.poisoned = self._freed.take()
+            step.poison = self._freed.take()
         return step
 
     def _stop_running(self, request: Request) -> None:
@@ -491,8 +491,8 @@ class CompressionSchedulerMixin(Scheduler):
         step = attached_step(scheduler_output)
         if report is not NO_REPORT:
             self._learn(report)
-        for plan in step.plans:
-            self._sharing.share(plan, report)
+        for front in step.fronts:
+            self._sharing.share(front, report)
         # Before vLLM processes the step's tokens: those of failed requests must not reach their clients.
         self._end_failed()
         if step.usage:

@@ -10,8 +10,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvmerge.engine.accounting import Accounts
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import PART, TURN, FrontCache, HeldWindow, SharedFront
+from vllm_kvmerge.engine.messages import Adopt, CompressionReport, Keep
 from vllm_kvmerge.engine.metrics import count_context
-from vllm_kvmerge.engine.plan import Adoption, CompressionPlan, CompressionReport, KeptTurn
 from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
 from vllm_kvmerge.engine.state import RequestState
 from vllm_kvmerge.policies.errors import PartError
@@ -29,8 +29,8 @@ class ContextSharing:
         """Fronts that steps in flight make: the copies that they are in, or None where their requests hold them."""
         self._cleared = Counter[BlockHash]()
         """Of fronts that steps in flight make and nobody wants any more: how many such steps there are."""
-        self._turns: dict[str, KeptTurn] = {}
-        """By request that has ended since the last step."""
+        self._turns: list[Keep] = []
+        """Of requests that have ended since the last step."""
 
     def __len__(self) -> int:
         """Number of steps in flight that it knows."""
@@ -81,14 +81,14 @@ class ContextSharing:
         part = next((found for key in parts if (found := fronts.find(key)) is not None), None)
         return max((one for one in (turn, part) if one is not None), key=lambda one: one.num_tokens, default=None)
 
-    def adoptions(self) -> dict[str, Adoption]:
+    def adoptions(self) -> dict[str, Adopt]:
         """Of the requests that vLLM has just given fronts."""
-        adoptions, block_size = dict[str, Adoption](), self._manager.block_size
+        adoptions, block_size = dict[str, Adopt](), self._manager.block_size
         for request_id, taken in self._manager.take_takeovers().items():
             state, front = self._manager.states[request_id], taken.front
             schedule, restores_output = state.schedule, front.num_tokens == state.request.num_tokens
             restored = self._restored_windows(request_id, front) if restores_output else []
-            adoptions[request_id] = Adoption(
+            adoptions[request_id] = Adopt(
                 key=front.key,
                 compression=schedule.config.text,
                 front=front.segments.num_places,
@@ -129,55 +129,54 @@ class ContextSharing:
             and state.schedule.is_in_context(state.segments)
         ]
 
-    def plan(self, state: RequestState, blocks: list[int]) -> tuple[BlockHash | None, list[int]]:
-        """Key of the front of what the request has computed, its context or a part of it, that a compression makes in
-        ``blocks`` (ids), None if it is not shared; and ids of the blocks that it is to be copied to, none if it can be
-        shared where it is."""
+    def plan(self, state: RequestState, blocks: list[int]) -> Keep | None:
+        """What workers keep of the front of what the request has computed, its context or a part of it, that a
+        compression makes in ``blocks`` (ids); None: it is not shared."""
         fronts, schedule, num_tokens = self._manager.fronts, state.schedule, state.request.num_computed_tokens
         is_whole = num_tokens >= schedule.context
         key = state.keys.get(min(num_tokens, schedule.context))
         if key is None or fronts is None:
-            return None, []
+            return None
         if is_whole:
             count_context(state.policy, self._engine, 0)
         # New tokens may go to the last block of a front that saves none.
         if fronts.is_known(key) or len(blocks) > num_tokens // self._manager.block_size:
-            return None, []
+            return None
         # The next compression cannot write to the blocks of a part that is shared.
         if not is_whole and 2 * len(blocks) > self._manager.block_pool.get_num_free_blocks():
-            return None, []
+            return None
         front, copies = None, list[KVCacheBlock]()
         if schedule.config.tracks(is_partial=not is_whole):
             windows = self._manager.hold_windows(state.request.request_id, num_tokens)
             if windows is None:
-                return None, []
+                return None
             taken = self._manager.copy_of(len(blocks))
             if taken is None:
                 self._manager.block_pool.free_blocks(block for one in windows for block in one.blocks)
-                return None, []
+                return None
             copies, front = taken, _front_of_context(key, state, taken, windows)
         self._unshared[key] = front
         fronts.expect(key)
-        return key, [block.block_id for block in copies]
+        keeps_queries = schedule.shared_bytes(num_tokens) > 0
+        copied = [block.block_id for block in copies]
+        return Keep(state.request.request_id, key, num_tokens, keeps_queries, copied)
 
-    def share(self, plan: CompressionPlan, report: CompressionReport) -> None:
-        """Puts the front of a plan that has been carried out into the prefix cache, unless that failed."""
-        fronts = self._manager.fronts
-        if plan.key is None or fronts is None:
-            return
-        key = BlockHash(plan.key)
+    def share(self, kept: Keep, report: CompressionReport) -> None:
+        """Puts a front that workers have made, and kept, into the prefix cache, unless that failed."""
+        fronts, key = self._manager.fronts, BlockHash(kept.key)
+        assert fronts is not None
         if self._cleared[key]:
             self._cleared -= Counter([key])  # drops those whose number is 0
             return
-        front, state = self._unshared.pop(key), self._manager.states.get(plan.request_id)  # None: it has ended
-        reported = report.fronts.get(plan.request_id)
+        request_id, num_tokens = kept.request_id, kept.num_tokens
+        front, state = self._unshared.pop(key), self._manager.states.get(request_id)  # None: it has ended
+        reported = report.fronts.get(request_id)
         windows = None
-        if front is None and state is not None and state.segments.changed_at == plan.seq_len:
-            windows = self._manager.hold_windows(plan.request_id, plan.seq_len)
+        if front is None and state is not None and state.segments.changed_at == num_tokens:
+            windows = self._manager.hold_windows(request_id, num_tokens)
         if state is not None and windows is not None:
-            blocks = self._manager.req_to_blocks[plan.request_id][
-                : reported.num_blocks if reported else len(plan.blocks)
-            ]
+            row = self._manager.req_to_blocks[request_id][: num_tokens // self._manager.block_size]
+            blocks = [block for block in row if not block.is_null]  # without those that it turned out not to need
             self._manager.block_pool.touch(blocks)
             front = _front_of_context(key, state, blocks, windows)
         elif front is not None and reported is not None:
@@ -188,15 +187,15 @@ class ContextSharing:
                 rows=front.rows[: reported.num_blocks],
                 blocks=front.blocks[: reported.num_blocks],
             )
-        if front is not None and plan.request_id not in report.failures:
-            self._manager.share(replace(front, kept=report.counts.get(plan.request_id)))
+        if front is not None and request_id not in report.failures:
+            self._manager.share(replace(front, kept=report.counts.get(request_id)))
         else:
             self._give_up(fronts, key, front)
 
-    def drop(self, plan: CompressionPlan) -> None:
-        """Forgets the front of a plan that is not carried out to the end."""
-        if plan.key is not None and self._manager.fronts is not None:
-            key = BlockHash(plan.key)
+    def drop(self, kept: Keep | None) -> None:
+        """Forgets the front of a compression that is not carried out to the end."""
+        if kept is not None and self._manager.fronts is not None:
+            key = BlockHash(kept.key)
             self._give_up(self._manager.fronts, key, self._unshared.pop(key))
 
     def clear(self) -> None:
@@ -240,15 +239,15 @@ class ContextSharing:
         turn, num_bytes = fronts.turn(request, num_tokens, policy), schedule.shared_bytes(num_tokens)
         kept = self._accounts.kept(request.request_id)
         self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept, windows))
-        self._turns[request.request_id] = KeptTurn(key, num_tokens, num_bytes > 0)
+        self._turns.append(Keep(request.request_id, key, num_tokens, num_bytes > 0))
 
     @property
     def has_turns(self) -> bool:
         return bool(self._turns)
 
-    def take_turns(self) -> dict[str, KeptTurn]:
-        """Turns kept since the last call, by request."""
-        turns, self._turns = self._turns, {}
+    def take_turns(self) -> list[Keep]:
+        """Turns kept since the last call."""
+        turns, self._turns = self._turns, []
         return turns
 
 

@@ -8,8 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
-from vllm_kvmerge.engine.plan import UNCOMPRESSED
-from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
+from vllm_kvmerge.engine.schedule import UNCOMPRESSED, RequestCompression, cdiv
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.request.parameters import CompressionConfig
 

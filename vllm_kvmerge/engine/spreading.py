@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_kvmerge.engine.plan import CompressionPlan, Kind, PartialPlan, Segments, Spent
+from vllm_kvmerge.engine.messages import Compress, CompressPart, Keep, Kind, MoveWindow, Spent
+from vllm_kvmerge.engine.schedule import Segments
 
 STEP_SECONDS = 0.035
 """Bound on the time of a step's compressions, in seconds, as far as workers' pace tells, unless a single one exceeds it
@@ -73,22 +74,26 @@ class Pace:
 class SpreadCompression:
     """A compression under way, whose request computes nothing until its last part.
 
-    before: the request's segments until then. num_freed: blocks that the pool gains. superseded: blocks that a shared
-    front takes the place of. until: share of it that has been asked for. done: that has been reported as done.
-    in_flight: parts that have not been reported.
+    front, moves: messages that go with the last part. before: the request's segments until then. num_freed: blocks that
+    the pool gains. may_shrink: what heads hold depends on data. superseded: blocks that a shared front takes the place
+    of. until: share of it that has been asked for. done: that has been reported as done. in_flight: parts that have not
+    been reported.
     """
 
-    plan: CompressionPlan
+    compress: Compress
+    front: Keep | None
+    moves: list[MoveWindow]
     before: Segments
     num_freed: int
     kind: Kind
     num_entries: int
+    may_shrink: bool = False
     superseded: list[KVCacheBlock] = field(default_factory=list)
     until: float = 0.0
     done: float = 0.0
     in_flight: int = 0
 
-    def next_part(self, seconds: float, pace: Pace) -> PartialPlan | None:
+    def next_part(self, seconds: float, pace: Pace) -> CompressPart | None:
         """What so many seconds suffice for; None: for all the rest."""
         share, num_parts = 1 / MOST_PARTS, MOST_PARTS
         if pace.is_known(self.kind):
@@ -99,7 +104,7 @@ class SpreadCompression:
         if self.until >= 1.0:
             return None
         self.in_flight += 1
-        return PartialPlan(self.plan, self.until, num_parts, seconds)
+        return CompressPart(self.compress, self.until, num_parts, seconds)
 
     def learn(self, done: float) -> None:
         """Notes how far workers have come."""

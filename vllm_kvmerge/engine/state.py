@@ -7,9 +7,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import SharedFront
-from vllm_kvmerge.engine.plan import UNCOMPRESSED, FrontReport, FrontSize, Kind, PromptWindow, Segments
+from vllm_kvmerge.engine.messages import FrontReport, Kind, Score
 from vllm_kvmerge.engine.repeating_request import RepeatingRequest
-from vllm_kvmerge.engine.schedule import RequestCompression
+from vllm_kvmerge.engine.schedule import UNCOMPRESSED, FrontSize, RequestCompression, Segments
 from vllm_kvmerge.engine.spreading import SpreadCompression
 from vllm_kvmerge.request.limits import Limits
 
@@ -126,7 +126,7 @@ class RequestState:
         num_computed = self.request.num_computed_tokens
         return self.schedule.new_front(self.segments, num_computed, self.reported.get(num_computed))
 
-    def window(self) -> PromptWindow | None:
+    def window(self) -> Score | None:
         """Queries that its first compression needs; None: none, or it has been compressed."""
         if self.front is not None:
             return None
@@ -135,7 +135,7 @@ class RequestState:
             start = 0 if schedule.query_window else None
         else:
             start = None if self.due_at is None else schedule.window_start(self.due_at)
-        return None if start is None else PromptWindow(start, schedule.config.text, schedule.query_window)
+        return None if start is None else Score(start, schedule.config.text, schedule.query_window)
 
     def draft_end(self) -> int:
         """Number of tokens that a step may come to if some of them are drafts.

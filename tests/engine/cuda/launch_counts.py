@@ -104,9 +104,8 @@ def of_policy(policy: str, lengths: tuple[int, ...] = LENGTHS, **fields: Any) ->
 def _with_pages(compaction: Compaction, index: int, before: Execution | None) -> Compaction:
     """As the engine plans it on a GPU where heads have budgets of their own. before: what the last step came to."""
     blocks = compaction.plan.blocks[: -(-BUDGET // BLOCK_SIZE)]
-    plan = replace(
-        compaction.plan, blocks=blocks, share_blocks=len(blocks), has_pages=True, settles_shares=before is None
-    )
+    plan = replace(compaction.plan, blocks=blocks, share_blocks=len(blocks))
     if before is None:
-        return replace(compaction, plan=plan)
-    return replace(compaction, plan=plan, pages=before.pages[index], found=before.found.get(index))
+        return replace(compaction, plan=plan, has_pages=True)
+    own = {"pages": before.pages[index], "found": before.found.get(index), "settles_shares": False}
+    return replace(compaction, plan=plan, has_pages=True, **own)

@@ -101,8 +101,9 @@ def test_a_refresh_copies_layers_to_the_gpu(policy, reference_operators):
         window, update, scale = worker.config.refresh_window, score_update(worker.config), worker.compactor.scale
         queries = torch.randn(len(pool), 8, NUM_HEADS * GROUPS, HEAD_SIZE, device=GPU)
         scores = complete.scores(QueryRing(queries), window, update, scale) if window else None
-        plan = replace(first.plan, front=first.plan.new_front, tail=total, is_refresh=True)
-        refreshed = replace(first, plan=plan, prompt_scores=scores, complete=complete)
+        segments = {"front": first.plan.new_front, "tail": total}
+        plan = replace(first.plan, purpose="refresh")
+        refreshed = replace(first, plan=plan, prompt_scores=scores, complete=complete, **segments)
         done = worker.compactor.execute([refreshed])
         assert done.counts.device == GPU and not done.failures
         merged, evicted, *_ = done.counts.sum(0).tolist()
@@ -123,9 +124,11 @@ def test_heads_get_pages_of_their_own(policy, reference_operators):
                 layers = [PagedKVCache.of(cache, HEAD_SIZE, row_major_keys=True) for cache in worker.caches]
                 worker.compactor = replace(worker.compactor, layers=layers)
             for step in (worker.first, worker.second):
-                plans = [replace(one.plan, blocks=one.plan.blocks[:4], share_blocks=4, has_pages=True) for one in step]
+                plans = [replace(one.plan, blocks=one.plan.blocks[:4], share_blocks=4) for one in step]
                 numbered = enumerate(zip(step, plans, strict=True))
-                step = [replace(one, plan=plan, pages=pages.get(index)) for index, (one, plan) in numbered]
+                step = [
+                    replace(one, plan=plan, pages=pages.get(index), has_pages=True) for index, (one, plan) in numbered
+                ]
                 done = worker.compactor.execute(step)
                 assert not done.failures
                 pages = done.pages

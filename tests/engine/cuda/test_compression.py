@@ -1,6 +1,5 @@
 """Which batches may run as one captured graph, and what a worker keeps of requests."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS
 from vllm_kvmerge.engine.attention.rows import BatchRow
-from vllm_kvmerge.engine.plan import CompressionPlan, CompressionStep, HeadCounts, PromptWindow, attached_report
+from vllm_kvmerge.engine.messages import Compress, CompressionStep, HeadCounts, Score, attached_report
 from vllm_kvmerge.engine.worker import reporting, tensor_parallel
 from vllm_kvmerge.engine.worker.compactor import Execution
 from vllm_kvmerge.engine.worker.compression import Compression
@@ -26,17 +25,15 @@ def compression() -> Compression:
         model_config=SimpleNamespace(dtype=torch.float32), parallel_config=SimpleNamespace(data_parallel_index=0)
     )
     made = Compression(config, CPU)
-    made._compactor = SimpleNamespace(layers=[SimpleNamespace(num_kv_heads=HEADS)], num_kv_heads=HEADS)
+    made._compactor = SimpleNamespace(layers=[SimpleNamespace(num_kv_heads=HEADS)], num_kv_heads=HEADS, block_size=16)
     made._query_shape = (HEADS * GROUPS, HEAD_SIZE)
     return made
 
 
-def begin(
-    compression: Compression, windows: dict[str, PromptWindow] | None = None, gone: set[str] | None = None
-) -> None:
+def begin(compression: Compression, score: dict[str, Score] | None = None, gone: set[str] | None = None) -> None:
     compression.begin(
         SimpleNamespace(
-            kvmerge=CompressionStep(windows=windows or {}),
+            kvmerge=CompressionStep(score=score or {}),
             finished_req_ids=gone or set(),
             scheduled_spec_decode_tokens={},
             preempted_req_ids=None,
@@ -48,7 +45,7 @@ def begin(
 def test_batches_that_python_has_to_see(compression):
     assert not compression.needs_python([("plain", 1, 9)])
     assert compression.rows([("plain", 1, 9)]) == []
-    snapkv = PromptWindow(40, '{"policy": "snapkv", "budget": 40}', 0)
+    snapkv = Score(40, '{"policy": "snapkv", "budget": 40}', 0)
     begin(compression, {"a": snapkv})
     assert not compression.needs_python([("a", 30, 0)]), "none of these queries is asked for"
     assert compression.needs_python([("plain", 1, 9), ("a", 1, 49)]), "a prompt's last token, computed like decoding"
@@ -64,7 +61,7 @@ def test_rings_of_requests(compression):
     texts = [
         f'{{"policy": "morphkv", "budget": {20 + n}, "recent_window": {4 + n}, "tracker": "none"}}' for n in range(40)
     ]
-    windows = {str(index): PromptWindow(0, text, 4 + index) for index, text in enumerate(texts)}
+    windows = {str(index): Score(0, text, 4 + index) for index, text in enumerate(texts)}
     begin(compression, windows)
     rows = compression.rows([(name, 1, 9) for name in windows])
     assert [row.ring.window for row in rows] == list(range(4, 44))
@@ -85,7 +82,7 @@ def test_runner_v1_keeps_them_out_of_full_graphs(compression, monkeypatch):
     runner._scheduled = {"a": 1}
     runner.input_batch = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=[49])
     runner._determine_batch_execution_and_padding(num_tokens=1)
-    begin(compression, {"a": PromptWindow(40, '{"policy": "snapkv", "budget": 40}', 0)})
+    begin(compression, {"a": Score(40, '{"policy": "snapkv", "budget": 40}', 0)})
     runner._determine_batch_execution_and_padding(num_tokens=1)
     runner._determine_batch_execution_and_padding(num_tokens=1, force_uniform_decode=True)
     assert [kwargs.get("force_uniform_decode") for kwargs in seen] == [None, False, True]
@@ -105,12 +102,12 @@ def test_a_head_that_several_workers_hold_is_counted_once(compression, monkeypat
     group = SimpleNamespace(cpu_group=None, all_gather=lambda bits, dim: of_all.view(bits.dtype))
     monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: group)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments: None)
-    plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])
+    plan = Compress("a", '{"policy": "h2o", "budget": 40}', "context", 50, 50, 40, 40, [0])
     counted = []
     for rank in range(4):
         monkeypatch.setattr(tensor_parallel, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         monkeypatch.setattr(reporting, "count_entries", lambda *counts, rank=rank: counted.append((rank, counts)))
-        compression.step = CompressionStep(plans=[plan])
+        compression.step = CompressionStep(compress=[plan])
         compression.run_plans(lambda request: torch.tensor([0]))
     assert counted == [(0, ("h2o", 0, 3, 5, 1)), (2, ("h2o", 0, 3, 5, 1))]
     told = attached_report(compression.reporter.attach_to(ModelRunnerOutput([], {}))).counts
@@ -121,15 +118,14 @@ def test_tokens_do_not_wait_for_numbers_of_compactions(compression, monkeypatch)
     """On a GPU they go with the next step's output, but for those that the scheduler needs at once."""
     event = SimpleNamespace(synchronize=lambda: None, query=lambda: False)
     monkeypatch.setattr(reporting.Arriving, "of", lambda counts: reporting.Arriving(counts, event))
-    plan = CompressionPlan("a", '{"policy": "h2o", "budget": 40}', 0, 0, 50, 40, 40, [0])
     reporter, counts = compression.reporter, torch.tensor([[3, 5, 1, 9, 2, 7]])
     heads = tensor_parallel.HeadShare(0, 1, 1)
 
     def told():
         return set(attached_report(reporter.attach_to(ModelRunnerOutput([], {}))).counts)
 
-    reporter.add_counts([plan], counts, heads, HEADS)
+    reporter.add_counts(["a"], counts, heads, HEADS, is_awaited=False)
     assert told() == set()
-    reporter.add_counts([replace(plan, request_id="b", key=b"front")], counts, heads, HEADS)
+    reporter.add_counts(["b"], counts, heads, HEADS, is_awaited=True)
     assert told() == {"a", "b"}
     assert told() == set()

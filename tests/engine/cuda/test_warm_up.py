@@ -32,7 +32,7 @@ from vllm_kvmerge.engine.attention.rows import (  # noqa: E402
     RepetitionWindow,
     ScoreWindow,
 )
-from vllm_kvmerge.engine.plan import WindowMove  # noqa: E402
+from vllm_kvmerge.engine.messages import MoveWindow  # noqa: E402
 from vllm_kvmerge.engine.worker import warm_up  # noqa: E402
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression  # noqa: E402
 from vllm_kvmerge.engine.worker.cuda_worker import KVMergeCUDAWorker  # noqa: E402
@@ -188,9 +188,8 @@ def test_keys_in_windows_compile_nothing_while_serving(can_turn, monkeypatch):
     assert torch.equal(worker.bytes, before), "the cache has changed"
     served = set()
     for first_row, blocks, seq_len, shift in ((0, [3], 16, -1), (2, [1, 6], 61, 16), (5, [4, 2, 7], 128, -40)):
-        plan = SimpleNamespace(windows=[WindowMove(1, first_row, blocks, blocks)], seq_len=seq_len)
         with counting() as counts:
-            compression._turn_windows(plan, shift)
+            compression._turn_windows([MoveWindow("r", 1, first_row, blocks, blocks)], seq_len, shift)
         served |= counts.machine_codes
     assert {code[0] for code in served} == ({"read_rows", "write_rows"} if can_turn else set())
     assert not served - started.machine_codes

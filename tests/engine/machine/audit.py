@@ -8,7 +8,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_block_hash,
 
 from tests.engine.machine.setting import BLOCK_SIZE
 from tests.engine.machine.worker import GROUPS, Worker, root
-from vllm_kvmerge.engine.plan import UNCOMPRESSED
+from vllm_kvmerge.engine.schedule import UNCOMPRESSED
 from vllm_kvmerge.engine.scheduler import CompressionSchedulerMixin
 
 
@@ -112,7 +112,7 @@ class Audit:
         known = {*fronts._fronts, *fronts._expected, *fronts._forgotten}
         gone = set(self._worker.fronts) - known
         assert not gone, f"the worker keeps {len(gone)} fronts that the scheduler does not know"
-        kept_turns = {turn.key for turn in self._scheduler._sharing._turns.values()}
+        kept_turns = {turn.key for turn in self._scheduler._sharing._turns}
         for key, front in fronts._fronts.items():
             if key not in kept_turns:  # the worker hears of those in the next step
                 windows = {

@@ -17,7 +17,7 @@ from tests.engine.machine.setting import Setting, block_hasher
 from tests.engine.machine.worker import Asked, Worker
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.known_scores import KnownScores
-from vllm_kvmerge.engine.plan import Kind, attached_step
+from vllm_kvmerge.engine.messages import Kind, attached_step
 from vllm_kvmerge.engine.spreading import Pace
 from vllm_kvmerge.engine.usage import USAGE_KEY
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
@@ -55,7 +55,7 @@ class Driver:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.events = Counter[str]()
         num_groups = len(self.scheduler.kv_cache_config.kv_cache_groups)
-        self.worker = Worker(setting.num_blocks, num_groups, self._holders, self.events)
+        self.worker = Worker(setting.num_blocks, num_groups, setting.head_pages, self._holders, self.events)
         self.scheduler._planner._pace = TruePace(self.worker)
         self.audit = Audit(self.scheduler, self.worker)
         self.texts: list[tuple[list[int], dict[str, Any] | None, str | None]] = []
@@ -151,7 +151,7 @@ class Driver:
         output, result = self._queue.popleft()
         if aborted is not None:
             self.abort([aborted])
-        self.worker.in_flight -= {plan.key for plan in attached_step(output).plans if plan.key is not None}
+        self.worker.in_flight -= {front.key for front in attached_step(output).fronts}
         ending = dict(self.scheduler.requests)
         self.scheduler.update_from_output(output, result)
         for name, request in ending.items():
@@ -164,9 +164,9 @@ class Driver:
     def _note(self, output: SchedulerOutput) -> None:
         step = attached_step(output)
         self.events["preemptions"] += len(output.preempted_req_ids or ())
-        self.events["steps with several compressions"] += len(step.plans) > 1
+        self.events["steps with several compressions"] += len(step.compress) > 1
         self.events["blocks zeroed"] += len(output.new_block_ids_to_zero or ())
-        self.events["fronts forgotten"] += len(step.forgotten)
+        self.events["fronts forgotten"] += len(step.drop)
 
     def _did(self, what: str) -> None:
         self.operations += 1

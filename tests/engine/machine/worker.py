@@ -20,13 +20,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.engine.machine.setting import BLOCK_SIZE, MAX_MODEL_LEN, WINDOW
-from vllm_kvmerge.engine.plan import (
-    CompressionPlan,
+from vllm_kvmerge.engine.messages import (
+    Compress,
     CompressionReport,
     CompressionStep,
+    CompressPart,
     Failure,
     FrontReport,
-    PartialPlan,
+    MoveWindow,
     Spent,
     attach,
     attached_step,
@@ -59,7 +60,7 @@ class Begun:
     """A compression under way. filling: what its new blocks hold until its last part, by slot. until: share of it that
     has been done."""
 
-    plan: CompressionPlan
+    plan: Compress
     targets: list[int]
     filling: int
     until: float = 0.0
@@ -140,11 +141,17 @@ class Asked:
 
 
 class Worker:
-    """num_groups: of layers. holders: of a block: how many there are, how many of them are fronts with it in a
-    window, and whether a cached front lies in it. events: how often things have happened."""
+    """num_groups: of layers. head_pages: heads may have pages of their own. holders: of a block: how many there are,
+    how many of them are fronts with it in a window, and whether a cached front lies in it. events: how often things
+    have happened."""
 
     def __init__(
-        self, num_blocks: int, num_groups: int, holders: Callable[[int], tuple[int, int, bool]], events: Counter[str]
+        self,
+        num_blocks: int,
+        num_groups: int,
+        head_pages: bool,
+        holders: Callable[[int], tuple[int, int, bool]],
+        events: Counter[str],
     ) -> None:
         self.content = np.zeros((num_blocks, BLOCK_SIZE), np.int64)
         self.unclean = np.zeros((num_blocks, BLOCK_SIZE), bool)
@@ -165,18 +172,18 @@ class Worker:
         self.seconds_per_entry = 3e-3
         """Of compressions."""
         self.events = events
-        self._num_groups, self._holders = num_groups, holders
+        self._num_groups, self._head_pages, self._holders = num_groups, head_pages, holders
         self._needed: dict[int, int] = {}
         """Blocks that fronts turned out to need, by what they were made of."""
         self._admitted: set[str] = set()
         """Requests that begin, or begin anew, with this step."""
-        self._report, self._is_awaited = CompressionReport(), False
+        self._report, self._step = CompressionReport(), CompressionStep()
 
     # A step.
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         step, scheduled = attached_step(output), output.num_scheduled_tokens
-        self._report, self._is_awaited = CompressionReport(), step.is_awaited
+        self._report, self._step = CompressionReport(), step
         self.now += STEP_SECONDS
         adopted = self._begin(output, step)
         if output.new_block_ids_to_zero:
@@ -190,12 +197,12 @@ class Worker:
             self.unclean[targets] = unclean
         before = self._update(output, step, adopted)
         self._write_tokens(scheduled, before, step)
-        for adoption in step.adoptions.values():
+        for adoption in step.adopt.values():
             self._copy(adoption.exact, adoption.restored)
             self.unclean[adoption.restored] = False
         for name in scheduled:
             # Nothing comes of a repetition whose parent has just been preempted: it has ended by now.
-            if "/" not in name or name in step.repetitions:
+            if "/" not in name or name in step.repeat:
                 self.check_readable(name)
                 self._check_clean_behind(name)
         self._score(scheduled, before, step)
@@ -212,8 +219,9 @@ class Worker:
 
     def _begin(self, output: SchedulerOutput, step: CompressionStep) -> dict[str, Sequence]:
         """As ``Compression.begin``: keeps turns, forgets requests, and copies fronts. Returns those taken over."""
-        for name, turn in step.turns.items():
-            sequence, end = self.sequences[name], turn.num_tokens
+        for turn in step.turns:
+            name, end = turn.request_id, turn.num_tokens
+            sequence = self.sequences[name]
             assert sequence.tail <= end <= sequence.computed, f"the turn of {name} is not what it holds"
             kept = sequence.keep(end, self.asked[name].policy, turn.keeps_queries, computed=end)
             kept.state = int(sequence.values[end - 1]) if end > sequence.tail else sequence.front_id
@@ -222,13 +230,13 @@ class Worker:
         preempted = (output.preempted_req_ids or set()) | output.scheduled_cached_reqs.resumed_req_ids
         for name in preempted | output.finished_req_ids:
             self.sequences.pop(name, None)
-        sources = [block for one in step.adoptions.values() if one.blocks for block in one.sources]
-        targets = [block for one in step.adoptions.values() if one.blocks for block in one.blocks]
+        sources = [block for one in step.adopt.values() if one.blocks for block in one.sources]
+        targets = [block for one in step.adopt.values() if one.blocks for block in one.blocks]
         self._copy(sources, targets)
-        for name, adoption in step.adoptions.items():
+        for name, adoption in step.adopt.items():
             assert adoption.key in self.fronts, f"{name} begins with a front that the worker does not know"
-        adopted = {name: self.fronts[adoption.key] for name, adoption in step.adoptions.items()}
-        for key in step.forgotten:
+        adopted = {name: self.fronts[adoption.key] for name, adoption in step.adopt.items()}
+        for key in step.drop:
             self.fronts.pop(key, None)
         return adopted
 
@@ -301,7 +309,7 @@ class Worker:
             if num_computed:
                 self.events["prefix-cache hits"] += 1
             return
-        adoption = step.adoptions[name]
+        adoption = step.adopt[name]
         self.events["fronts adopted"] += 1
         begins_with = sequence.tokens[: adoption.num_tokens], asked.salt, asked.policy
         assert begins_with == (kept.tokens, kept.salt, kept.policy), f"{name} begins with another front"
@@ -324,7 +332,7 @@ class Worker:
             end = start + num_new
             assert sequence.begun is None, f"{name} is computed while it is compressed"
             assert end <= len(sequence.tokens), f"{name} computes tokens that it does not have"
-            adoption = step.adoptions.get(name)
+            adoption = step.adopt.get(name)
             is_restored = adoption is not None and adoption.restores_output
             if is_restored:
                 # Nothing comes of this token, and nobody reads its slot.
@@ -407,14 +415,14 @@ class Worker:
     def _score(self, scheduled: dict[str, int], before: dict[str, int], step: CompressionStep) -> None:
         for name in scheduled:
             sequence, start = self.sequences[name], before[name]
-            if (chunk := step.repetitions.get(name)) is not None:
+            if (chunk := step.repeat.get(name)) is not None:
                 parent = self.sequences[chunk.parent]
                 if sequence.computed == len(sequence.tokens):
                     # The first tokens are not repeated: all chunks attend to them.
                     parent.repeated.append((0 if chunk.start <= chunk.sinks else chunk.start, chunk.end))
                     self.events["chunks repeated"] += 1
                 continue
-            window = step.windows.get(name)
+            window = step.score.get(name)
             if window is None or sequence.is_compressed or window.start >= sequence.computed:
                 continue
             if sequence.kept is None:
@@ -423,7 +431,7 @@ class Worker:
             # A gap ends what has been scored.
             sequence.scored = (first if end in (start, first) or sequence.scored is None else start), sequence.computed
 
-    def _check_scored(self, plan: CompressionPlan, sequence: Sequence, config: CompressionConfig) -> None:
+    def _check_scored(self, plan: Compress, sequence: Sequence, config: CompressionConfig) -> None:
         """Checks that the queries that a first compression needs have been scored, or kept."""
         name, end, tracker = plan.request_id, plan.num_tokens, config.policy.tracker
         if tracker.repeats_context:
@@ -442,17 +450,17 @@ class Worker:
             assert sequence.kept is not None and sequence.kept <= first, f"{name} lacks its newest queries"
 
     def _share_scores(self, step: CompressionStep) -> None:
-        for name, number in step.kept_scores.items():
+        for name, number in step.scores.kept.items():
             sequence, context = self.sequences[name], self.asked[name].context
             assert _covered(sequence.repeated) >= context, f"scores of {name} are kept that are not whole"
             self.known_scores[number] = self._score_id(sequence, context, name)
-        for name, number in step.recalled_scores.items():
+        for name, number in step.scores.recalled.items():
             sequence = self.sequences[name]
             expected = self._score_id(sequence, self.asked[name].context, name)
             assert self.known_scores.get(number) == expected, f"{name} recalls scores of another context, or of none"
             sequence.recalled = True
             self.events["scores recalled"] += 1
-        for number in step.forgotten_scores:
+        for number in step.scores.forgotten:
             del self.known_scores[number]
 
     def _score_id(self, sequence: Sequence, context: int, name: str) -> int:
@@ -464,7 +472,7 @@ class Worker:
         self._share_scores(step)
         for part in step.parts:
             self._carry_on(part)
-        plans = step.plans
+        plans = step.compress
         for plan in plans:
             self._check_plan(plan)
         self._check_apart(plans)
@@ -474,26 +482,32 @@ class Worker:
             has_failed = self.to_fail > 0
             self.to_fail -= has_failed
             self._write_front(plan, has_failed)
-        shared = [plan for plan in plans if plan.copies]
-        sources = [block for plan in shared for block in plan.blocks]
-        self._copy(sources, [block for plan in shared for block in plan.copies])
+        targets = {one.request_id: one.copies for one in step.fronts if one.copies}
+        sources = [block for plan in plans if plan.request_id in targets for block in plan.blocks]
+        self._copy(sources, [block for plan in plans for block in targets.get(plan.request_id, ())])
 
     def _sources(self, name: str) -> set[int]:
         """Blocks that a compression of the request reads."""
         sequence = self.sequences[name]
         return {sequence.blocks[0][slot // BLOCK_SIZE] for slot in sequence.slots().tolist()}
 
-    def _targets(self, plan: CompressionPlan) -> list[int]:
-        return [*plan.blocks, *plan.copies]
+    def _moves(self, name: str) -> list[MoveWindow]:
+        return [one for one in self._step.moves if one.request_id == name]
 
-    def _written(self, plan: CompressionPlan) -> list[int]:
-        return [*self._targets(plan), *(block for window in plan.windows for block in window.blocks)]
+    def _copies(self, name: str) -> list[int]:
+        return [block for one in self._step.fronts if one.request_id == name for block in one.copies]
 
-    def _check_apart(self, plans: list[CompressionPlan]) -> None:
+    def _targets(self, plan: Compress) -> list[int]:
+        return [*plan.blocks, *self._copies(plan.request_id)]
+
+    def _written(self, plan: Compress) -> list[int]:
+        return [*self._targets(plan), *(block for one in self._moves(plan.request_id) for block in one.blocks)]
+
+    def _check_apart(self, plans: list[Compress]) -> None:
         """Checks that no plan writes what another one, or one that is under way, reads or writes."""
         read = {plan.request_id: self._sources(plan.request_id) for plan in plans}
         for plan in plans:
-            read[plan.request_id].update(block for window in plan.windows for block in window.sources)
+            read[plan.request_id].update(block for one in self._moves(plan.request_id) for block in one.sources)
         written = {plan.request_id: set(self._written(plan)) for plan in plans}
         for name, sequence in self.sequences.items():
             if sequence.begun is not None and name not in read:
@@ -505,15 +519,15 @@ class Worker:
                     taken = blocks & (read[other] | written[other])
                     assert not taken, f"the compressions of {name} and {other} meet in blocks {taken}"
 
-    def _check_plan(self, plan: CompressionPlan) -> None:
+    def _check_plan(self, plan: Compress) -> None:
         """Checks that a plan is of what its request holds."""
         name = plan.request_id
         assert name in self.sequences, f"a plan of {name}, which has ended"
         sequence, config = self.sequences[name], parse_compression(plan.compression)
         leaves_tail = plan.is_refresh and config.decode == "grow"
         covered = sequence.tail if leaves_tail else sequence.computed
-        expected = sequence.places, sequence.tail, sequence.computed, covered
-        assert (plan.front, plan.tail, plan.seq_len, plan.num_tokens) == expected, f"the plan of {name} is of another"
+        assert (plan.seq_len, plan.num_tokens) == (sequence.computed, covered), f"the plan of {name} is of another"
+        self._check_purpose(plan, sequence, config)
         assert not set(plan.blocks) & {0}, f"the front of {name} is in the null block"
         self._check_holds(sequence, sequence.blocks[0], f"the compression of {name}")
         if not sequence.is_compressed and not sequence.is_adopted:
@@ -527,13 +541,20 @@ class Worker:
             held = self.content[sequence.begun.targets]
             assert (held == sequence.begun.filling).all(), f"somebody writes where {name} is being compressed to"
         self._check_sole(self._targets(plan), f"is written to by the compression of {name}")
-        in_windows = [block for window in plan.windows for block in window.blocks]
+        in_windows = [block for one in self._moves(name) for block in one.blocks]
         # A front that is a copy holds its windows from now on.
-        own_front = Counter(in_windows if plan.copies else ())
+        own_front = Counter(in_windows if self._copies(name) else ())
         self._check_sole(in_windows, f"is turned by the compression of {name}", own_front)
 
-    def _carry_on(self, part: PartialPlan) -> None:
-        plan = part.plan
+    def _check_purpose(self, plan: Compress, sequence: Sequence, config: CompressionConfig) -> None:
+        context = self.asked[plan.request_id].context
+        if plan.is_of_context:
+            assert (plan.purpose == "part") == (plan.seq_len < context), f"{plan.request_id} is compressed too early"
+        if plan.is_refresh:
+            assert config.refresh is not None and sequence.is_compressed, f"{plan.request_id} is not to be refreshed"
+
+    def _carry_on(self, part: CompressPart) -> None:
+        plan = part.compress
         sequence = self.sequences[plan.request_id]
         self._check_plan(plan)
         if sequence.begun is None:
@@ -547,26 +568,28 @@ class Worker:
         self._take_time(plan, part.until - sequence.begun.until)
         sequence.begun.until = self._report.progress[plan.request_id] = part.until
 
-    def _take_time(self, plan: CompressionPlan, share: float) -> None:
-        num_entries = plan.num_tokens if plan.is_refresh else plan.front + plan.num_tokens - plan.tail
+    def _take_time(self, plan: Compress, share: float) -> None:
+        sequence = self.sequences[plan.request_id]
+        num_entries = plan.num_tokens if plan.is_refresh else sequence.places + plan.num_tokens - sequence.tail
         spent = self._report.spent.setdefault((plan.compression, num_entries.bit_length()), Spent())
         seconds = share * num_entries * self.seconds_per_entry
         spent.seconds, spent.entries = spent.seconds + seconds, spent.entries + share * num_entries
-        spent.awaited += seconds if self._is_awaited else 0.0
+        spent.awaited += seconds if self._step.is_awaited else 0.0
         self.now += seconds
 
-    def _write_front(self, plan: CompressionPlan, has_failed: bool) -> None:
+    def _write_front(self, plan: Compress, has_failed: bool) -> None:
         name, config = plan.request_id, parse_compression(plan.compression)
         sequence = self.sequences[name]
         what = plan.num_tokens, plan.budget, plan.is_refresh, has_failed
         state = hash((sequence.state, text_id(config.front_policy), *what))
         num_blocks = len(plan.blocks)
-        if plan.has_pages:
+        if plan.share_blocks and self._head_pages:
             # How many it needs depends on what is in it.
-            needed = self._needed.setdefault(state, 1 + abs(state) % num_blocks if plan.may_shrink else num_blocks)
+            may_shrink = not config.policy.allocator.fills_budget
+            needed = self._needed.setdefault(state, 1 + abs(state) % num_blocks if may_shrink else num_blocks)
             assert needed <= num_blocks, f"the front of {name} has {num_blocks} blocks, and needs {needed}"
             slots = needed * BLOCK_SIZE
-            if plan.may_shrink:
+            if may_shrink:
                 entries = min(plan.budget, slots)
                 self._report.fronts[name] = FrontReport(plan.seq_len, needed, entries)
                 self.events["fronts reported"] += 1
@@ -579,30 +602,32 @@ class Worker:
         sequence.front, sequence.front_id, sequence.places = slots, state, plan.new_front
         sequence.tail, sequence.changed_at, sequence.state = plan.num_tokens, plan.seq_len, state
         sequence.begun, sequence.scored, sequence.repeated, sequence.recalled = None, None, [], False
-        sequence.tracks, sequence.has_failed = config.tracks(plan.is_partial), has_failed
+        sequence.tracks, sequence.has_failed = config.tracks(plan.purpose == "part"), has_failed
         # A block that stays where it was may hold tokens behind the front.
         moved = [block for block, old in zip(plan.blocks, sequence.blocks[0], strict=False) if block != old]
         self.content[moved] = hash((state, 0))
-        sequence.blocks[0][: len(plan.row_prefix)] = plan.row_prefix
+        prefix = plan.row_prefix(BLOCK_SIZE)
+        sequence.blocks[0][: len(prefix)] = prefix
         positions = np.arange(slots)
         ids = np.array(plan.blocks, np.int64)[positions // BLOCK_SIZE]
         self.content[ids, positions % BLOCK_SIZE] = ENTRIES[:slots] + np.int64(state)
         self.unclean[plan.blocks] = True
         self._turn_windows(plan, sequence)
-        if plan.key is not None:
-            keeps_queries = config.decode == "bounded" or plan.is_partial
-            self.fronts[plan.key] = sequence.keep(plan.num_tokens, config.front_policy, keeps_queries)
-            self.in_flight.add(plan.key)
-            self.events["fronts made to be shared"] += 1
+        for kept in self._step.fronts:
+            if kept.request_id == name:
+                assert kept.num_tokens == plan.num_tokens == plan.seq_len, f"the front of {name} is of other tokens"
+                self.fronts[kept.key] = sequence.keep(plan.num_tokens, config.front_policy, kept.keeps_queries)
+                self.in_flight.add(kept.key)
+                self.events["fronts made to be shared"] += 1
         if has_failed:
             self._report.failures[name] = Failure("planted", "merger:planted")
             self.events["compressions failed"] += 1
         self.events["refreshes" if plan.is_refresh else "compressions"] += 1
 
-    def _turn_windows(self, plan: CompressionPlan, sequence: Sequence) -> None:
+    def _turn_windows(self, plan: Compress, sequence: Sequence) -> None:
         """Keys in windows move as those of a front's positions do."""
         turn = np.int64(hash((sequence.state, 2)))
-        for index, window in enumerate(plan.windows):
+        for index, window in enumerate(self._moves(plan.request_id)):
             first, blocks = window.first_row, sequence.blocks[window.group]
             rows = slice(first, first + len(window.blocks))
             assert blocks[rows] == window.sources, f"the windows of {plan.request_id} are in other blocks"
@@ -616,9 +641,9 @@ class Worker:
             self.content[ids, positions % BLOCK_SIZE] ^= turn
             self.events["windows turned"] += 1
 
-    def _note_course(self, name: str, sequence: Sequence, plan: CompressionPlan, config: CompressionConfig) -> None:
+    def _note_course(self, name: str, sequence: Sequence, plan: Compress, config: CompressionConfig) -> None:
         """Checks that a request that is computed again goes through the same compressions."""
-        sequence.course.append((plan.seq_len, plan.num_tokens, plan.front, plan.new_front, plan.budget))
+        sequence.course.append((plan.seq_len, plan.num_tokens, sequence.places, plan.new_front, plan.budget))
         if config.awaits_pressure or sequence.is_adopted:
             self.courses.pop(name, None)
             return

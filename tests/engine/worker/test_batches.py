@@ -13,7 +13,7 @@ from tests.entries import gather_entries
 from tests.policies.sampling import rope
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker import compactor
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
@@ -98,9 +98,8 @@ class Worker:
             for layer in range(NUM_LAYERS):
                 queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
                 ring.write(layer, queries, num_tokens)
-        sizes = front, tail, num_tokens, budget, capacity
-        plan = CompressionPlan(str(index), self.text, *sizes, destination, in_place=front > 0)
-        return Compaction(plan, self.config.policy, torch.tensor(blocks), scores, ring)
+        plan = Compress(str(index), self.text, "growth", num_tokens, num_tokens, budget, capacity, destination)
+        return Compaction(plan, self.config.policy, torch.tensor(blocks), scores, ring, front=front, tail=tail)
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -160,7 +159,7 @@ def test_protected_tokens_of_each_request_count(policy, protect, heads, size, mo
                     pages.aux.zero_()
                     pages.scores.add_(1.0)
                     for one in worker.third:
-                        pages.scores[one.source_blocks[one.plan.tail // BLOCK_SIZE :]] = 0.0
+                        pages.scores[one.source_blocks[one.tail // BLOCK_SIZE :]] = 0.0
         together = workers[0].compactor.execute(getattr(workers[0], step)).counts
         alone = [workers[1].compactor.execute([one]).counts[0] for one in getattr(workers[1], step)]
         assert torch.equal(together, torch.stack(alone)) and not faults
@@ -232,16 +231,16 @@ def test_plans_of_different_shapes_and_policies_in_one_step():
 def test_budgets_are_those_that_the_last_compaction_found(policy):
     """Where a plan does not settle them: whatever the scores say now, which the next one is told."""
     worker = Worker(policy, (150, 150), **({"allocator": "threshold", "threshold": 0.01} if policy == "h2o" else {}))
-    shrinks = not worker.config.policy.allocator.fills_budget
 
     def planned(step: list[Compaction], settles: bool, before: Execution | None) -> list[Compaction]:
         found = []
         for index, one in enumerate(step):
             blocks = one.plan.blocks[: -(-BUDGET // BLOCK_SIZE)]
-            own = {"share_blocks": len(blocks), "has_pages": True, "may_shrink": shrinks, "settles_shares": settles}
+            plan = replace(one.plan, blocks=blocks, share_blocks=len(blocks))
             pages = None if before is None else before.pages[index]
             earlier = None if before is None else before.found.get(index)
-            found.append(replace(one, plan=replace(one.plan, blocks=blocks, **own), pages=pages, found=earlier))
+            own = {"has_pages": True, "settles_shares": settles, "pages": pages, "found": earlier}
+            found.append(replace(one, plan=plan, **own))
         return found
 
     def run(compactions: list[Compaction]) -> tuple[Execution, list[list[int]], torch.Tensor]:

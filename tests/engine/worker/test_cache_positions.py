@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.entries import gather_entries
 from tests.policies.sampling import rope
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.cache_positions import moves
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.ops import PagedKVCache, cell_bytes, write_tokens
@@ -58,8 +58,8 @@ def test_keys_and_queries_are_turned_to_their_places(fields, turned, is_neox):
             cache.scores.uniform_(generator=generator)
         new_front = min(capacity, front + end - tail)
         own = blocks[: -(-new_front // BLOCK)].tolist()
-        plan = CompressionPlan("r", config.text, front, tail, end, BUDGET, new_front, own)
-        compaction = Compaction(plan, config.policy, blocks, scores if tail == 0 else None, ring, moves_keys=True)
+        plan, known = Compress("r", config.text, "growth", end, end, BUDGET, new_front, own), None if tail else scores
+        compaction = Compaction(plan, config.policy, blocks, known, ring, moves_keys=True, front=front, tail=tail)
         assert not compactor.execute([compaction]).failures
         compactor.move_queries(ring, end, front - tail, new_front - end)
         front, tail = new_front, end

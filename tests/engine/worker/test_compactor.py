@@ -6,7 +6,7 @@ import torch
 from tests.entries import gather_entries
 from tests.ops.conftest import SOFTMAXES, CacheMaker, softmax_of
 from vllm_kvmerge.engine.attention.rows import PromptScores
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.ops import (
     NO_UPDATE,
@@ -35,8 +35,9 @@ def compact(maker, sequence, segments, scores, mode, merge_first, softmax=PLAIN_
     """To 40 entries in the sequence's own blocks, whatever is merged."""
     fields = {"recent_window": 4, "merge_threshold": -1.0, "zip_mode": mode, "merge_first": merge_first}
     config = parse_compression({"policy": "keepkv", "selector": "h2o", "budget": 40, **fields})
-    plan = CompressionPlan("r", config.text, *segments, 40, 40, sequence.blocks[:2].tolist())
-    compaction = Compaction(plan, config.policy, sequence.blocks, scores)
+    front, tail, end = segments
+    plan = Compress("r", config.text, "growth", end, end, 40, 40, sequence.blocks[:2].tolist())
+    compaction = Compaction(plan, config.policy, sequence.blocks, scores, front=front, tail=tail)
     return Compactor([maker.pages], SCALE, list(range(NUM_HEADS)), softmax=lambda layer: softmax).run([compaction])[0]
 
 

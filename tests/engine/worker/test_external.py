@@ -8,7 +8,7 @@ import torch
 from tests.entries import gather_entries
 from tests.ops.conftest import CacheMaker
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.engine.worker.external import ExternalCache
@@ -96,11 +96,10 @@ def test_a_front_from_it_is_what_the_tokens_would_have_been_compressed_to(policy
     own_queries = ring if config.policy.query_window else None
 
     def compressed(front, tail, complete, target):
-        plan = CompressionPlan(
-            "r", config.text, front, tail, total, 80, capacity, target.tolist(), is_refresh=complete is not None
-        )
-        known = expected if window else None
-        compaction = Compaction(plan, config.policy, blocks, known, own_queries, complete)
+        purpose = "context" if complete is None else "refresh"
+        plan = Compress("r", config.text, purpose, total, total, 80, capacity, target.tolist())
+        known, segments = expected if window else None, {"front": front, "tail": tail}
+        compaction = Compaction(plan, config.policy, blocks, known, own_queries, complete, **segments)
         compactor = Compactor(pool, SCALE, list(range(HEADS)), group_size=GROUP, max_bytes=1 << 20)
         compactor.run([compaction])
         return [gather_entries(cache, target, capacity, total, total) for cache in pool]

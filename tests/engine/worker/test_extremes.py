@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.engine.worker.test_batches import BLOCK_SIZE, GROUPS, HEAD_SIZE, NUM_HEADS, NUM_LAYERS, Worker
 from vllm_kvmerge.engine.attention.rows import QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.compactor import Compaction
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, dispatch, paged_attention
 from vllm_kvmerge.policies import PRESETS
@@ -124,7 +124,7 @@ class LongRequest:
             pages.scores[block, :, offset] = random if score is None else torch.full_like(random, score)
             pages.aux[block, :, offset] = 4.0 if self.worker.config.policy.tracker.mode != "sum" else 0.0
         front = self.worker.capacity
-        plan = CompressionPlan("0", self.worker.text, front, start, end, 50, front, self.front_blocks)
+        plan = Compress("0", self.worker.text, "growth", end, end, 50, front, self.front_blocks)
         policy = self.worker.config.policy
         ring = None
         if window := policy.query_window:
@@ -132,7 +132,7 @@ class LongRequest:
             for layer in range(NUM_LAYERS):
                 queries = torch.randn(window, NUM_HEADS * GROUPS, HEAD_SIZE, generator=self.generator)
                 ring.write(layer, queries, end)
-        self.last = Compaction(plan, policy, torch.tensor(self.blocks), None, ring)
+        self.last = Compaction(plan, policy, torch.tensor(self.blocks), None, ring, front=front, tail=start)
         done = self.worker.compactor.execute([self.last])
         assert not done.failures
         self.num_merged += int(done.counts[0, 0])

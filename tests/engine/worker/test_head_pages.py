@@ -11,8 +11,8 @@ from torch import Tensor
 from tests import examples
 from tests.policies.sampling import rope
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan, Segments
-from vllm_kvmerge.engine.schedule import RequestCompression
+from vllm_kvmerge.engine.messages import Compress
+from vllm_kvmerge.engine.schedule import RequestCompression, Segments
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
 from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.engine.worker.head_pages import Deal
@@ -96,14 +96,14 @@ class Side:
     def compact(self, num_tokens: int, policy: CompressionPolicy, has_pages: bool) -> None:
         size, front = self.compression.new_front(self.segments, num_tokens), self.segments.num_places
         assert size.has_pages
-        own = {"has_pages": True, "share_blocks": size.share_blocks, "may_shrink": size.may_shrink} if has_pages else {}
         blocks = self.blocks[: size.num_blocks if has_pages else -(-size.places // BLOCK)].tolist()
-        sizes = front, self.segments.tail, num_tokens, self.compression.budget, size.places
-        plan = CompressionPlan("r", "", *sizes, blocks, **own)
+        sizes = num_tokens, num_tokens, self.compression.budget, size.places
+        plan = Compress("r", "", "growth", *sizes, blocks, size.share_blocks if has_pages else 0)
         scores = self.scores if front == 0 and self.config.policy.needs_scores else None
         ring = self.ring if self.config.policy.query_window else None
+        own = {"pages": self.pages, "front": front, "tail": self.segments.tail, "has_pages": has_pages}
         moves_keys = self.config.positions == "cache"
-        compaction = Compaction(plan, policy, self.blocks, scores, ring, pages=self.pages, moves_keys=moves_keys)
+        compaction = Compaction(plan, policy, self.blocks, scores, ring, moves_keys=moves_keys, **own)
         done = self.compactor.execute([compaction])
         assert not done.failures
         self.pages = done.pages.get(0)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import KVBlockZeroer
 
-from vllm_kvmerge.engine.plan import NO_STEP, Spent, attach, attached_report, is_scheduled
+from vllm_kvmerge.engine.messages import NO_STEP, Spent, attach, attached_report, is_scheduled
 from vllm_kvmerge.engine.worker.cuda_runner_v2 import BlockZeroer
 from vllm_kvmerge.engine.worker.reporting import Reporter
 from vllm_kvmerge.engine.worker.timing import Timing

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan, FrontReport
+from vllm_kvmerge.engine.messages import Compress, FrontReport
 from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.cache_positions import moves
 from vllm_kvmerge.engine.worker.external import ExternalCache
@@ -77,17 +77,19 @@ class Rescoring:
 
 @dataclass(frozen=True)
 class Compaction:
-    """A plan, with the state of its request.
+    """A compression, with the state of its request before it.
 
-    source_blocks: ids of the request's blocks before the plan. prompt_scores: statistics of its tokens, for a first
+    front, tail: its segments. source_blocks: ids of its blocks. prompt_scores: statistics of its tokens, for a first
     compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them, or
     they score its entries anew (rescoring). complete: the complete cache that a refresh starts from. pages: of the
     request's heads, one row per layer, if its front is not an ordinary one. found: ``Execution.found`` of its last
     compaction, if that is known. moves_keys: RoPE counts entries of the cache, so that keys are turned as these move
-    up.
+    up. has_pages: heads get pages of their own in the plan's blocks, and places that a head has no room for are empty.
+    settles_shares: budgets of heads that follow data are found and used by this compaction, which waits for a GPU;
+    otherwise it uses what the last one found, and finds them for the next.
     """
 
-    plan: CompressionPlan
+    plan: Compress
     policy: CompressionPolicy
     source_blocks: Tensor
     prompt_scores: PromptScores | None = None
@@ -97,12 +99,21 @@ class Compaction:
     found: Arriving | None = None
     rescoring: Rescoring | None = None
     moves_keys: bool = False
+    front: int = 0
+    tail: int = 0
+    has_pages: bool = False
+    settles_shares: bool = True
+
+    @property
+    def may_shrink(self) -> bool:
+        """True if what heads hold depends on data: the plan has the most blocks that they can need."""
+        return self.has_pages and not self.policy.allocator.fills_budget
 
     @property
     def segments(self) -> tuple[int, int, int]:
-        """Front, tail and end of the entries that the plan starts from."""
+        """Front, tail and end of the entries that it starts from."""
         is_new = self.complete is not None
-        return 0 if is_new else self.plan.front, 0 if is_new else self.plan.tail, self.plan.num_tokens
+        return 0 if is_new else self.front, 0 if is_new else self.tail, self.plan.num_tokens
 
     @property
     def num_entries(self) -> int:
@@ -194,7 +205,7 @@ class _Batch:
     """
 
     compactions: list[Compaction]
-    plan: CompressionPlan
+    plan: Compress
     num_entries: int
     held: int
     time_left: Callable[[], float | None]
@@ -219,6 +230,10 @@ class _Batch:
     @property
     def moves_keys(self) -> bool:
         return self.compactions[0].moves_keys
+
+    @property
+    def settles_shares(self) -> bool:
+        return self.compactions[0].settles_shares
 
     @property
     def complete(self) -> ExternalCache | None:
@@ -338,8 +353,8 @@ class Compactor:
             shape = *self._shape(compaction), compaction.num_queries
             # Each complete cache is an allocation of its own, so refreshes go one by one.
             source = compaction.is_of_tokens, None if compaction.complete is None else id(compaction.complete)
-            layout = compaction.pages is None, plan.has_pages, plan.share_blocks, plan.may_shrink, plan.is_rescored
-            batches.setdefault((*shape, *source, *layout, plan.settles_shares), []).append(index)
+            layout = compaction.pages is None, compaction.has_pages, plan.share_blocks, compaction.settles_shares
+            batches.setdefault((*shape, *source, *layout, compaction.rescoring is not None), []).append(index)
         for indices in batches.values():
             courses.append((indices, self._course([compactions[index] for index in indices])))
         counts, failures, pages, fronts, found, timings = [], {}, {}, {}, {}, list[Timing]()
@@ -398,7 +413,7 @@ class Compactor:
         batch = _Batch(compactions, plan, num_entries, held, time_left, work, counts, min(num_rows, self.num_kv_heads))
         return batch
 
-    def _held(self, compaction: Compaction, plan: CompressionPlan, num_entries: int) -> int:
+    def _held(self, compaction: Compaction, plan: Compress, num_entries: int) -> int:
         """``_Batch.held``."""
         size = self.layers[0].head_size
         shape = HeadShape(num_entries, min(plan.budget, num_entries), size, self.group_size, self.hidden_size)
@@ -418,7 +433,7 @@ class Compactor:
             statistics = yield from self._layer_statistics(batch)
             arriving = Arriving.of(statistics)
             batch.found.extend(arriving[index] for index in range(len(statistics)))
-            if not batch.plan.settles_shares:  # all layers are alike where nothing is known
+            if not batch.settles_shares:  # all layers are alike where nothing is known
                 alike = [1.0] * len(self.layers)
                 earlier = [alike if one.found is None else one.found.take() for one in batch.compactions]
                 statistics = torch.tensor(earlier, device="cpu")
@@ -426,9 +441,9 @@ class Compactor:
             before = work.done
             batch.shares.extend((yield from self._shares(batch, statistics)))
             work.done = before + ANALYSIS
-        if batch.plan.may_shrink:
+        if batch.compactions[0].may_shrink:
             batch.fronts.extend(self._fronts(batch))
-        if batch.plan.has_pages:
+        if batch.compactions[0].has_pages:
             batch.deals.extend(self._deals(batch))
 
         def compress(seq_layers: list[_SequenceLayer]) -> CompressionResult:
@@ -554,7 +569,7 @@ class Compactor:
         compaction, plan = batch.compactions[index], batch.plan
         if index in batch.failed:
             return [plan.budget] * found.shape[1]
-        if plan.settles_shares or (batch.policy.allocator.has_layer_statistic and compaction.found is not None):
+        if batch.settles_shares or (batch.policy.allocator.has_layer_statistic and compaction.found is not None):
             numbers = found[index].tolist()
         elif compaction.found is not None:
             numbers = compaction.found.take()
@@ -746,7 +761,7 @@ class Compactor:
             capacity = max(shares)
         window, allocator = batch.policy.query_window, batch.policy.allocator
         budgets = None
-        if not batch.plan.settles_shares and allocator.reads_attention and not allocator.has_layer_statistic:
+        if not batch.settles_shares and allocator.reads_attention and not allocator.has_layer_statistic:
             budgets = [batch.plan.budget] * (len(layers) * self.num_kv_heads)
         return CompressionContext(
             budget=batch.plan.budget,
@@ -887,8 +902,7 @@ def _may_exchange(compaction: Compaction) -> bool:
     allocators need not say that they make them."""
     plan, policy = compaction.plan, compaction.policy
     compares = policy.selector.pools_heads or policy.allocator.splits_heads or policy.allocator.has_layer_statistic
-    has_shares = bool(plan.share_blocks) or plan.may_shrink or plan.has_pages
-    return compares or has_shares or is_foreign(policy.tracker) or is_foreign(policy.allocator)
+    return compares or bool(plan.share_blocks) or is_foreign(policy.tracker) or is_foreign(policy.allocator)
 
 
 def _contained(

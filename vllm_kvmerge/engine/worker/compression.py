@@ -40,22 +40,23 @@ from vllm_kvmerge.engine.attention.rows import (
     ScoreWindow,
 )
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, compressed_group, has_states, window_blocks
-from vllm_kvmerge.engine.metrics import observe_compaction
-from vllm_kvmerge.engine.plan import (
+from vllm_kvmerge.engine.messages import (
     NO_STEP,
-    Adoption,
-    CompressionPlan,
+    Adopt,
+    Compress,
     CompressionStep,
-    PartialPlan,
-    RepeatedChunk,
+    CompressPart,
+    MoveWindow,
+    Repeat,
     attached_step,
     is_scheduled,
 )
+from vllm_kvmerge.engine.metrics import observe_compaction
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Course, Rescoring
+from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Course, Execution, Rescoring
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
@@ -126,6 +127,10 @@ class KeptFront:
     output: Tensor | None
 
 
+NewRows = tuple[str, int, int, list[int]]
+"""A request's id, a group of layers, and a place in its block table from which on it has blocks with other ids."""
+
+
 @dataclass(frozen=True)
 class BegunPlan:
     """A plan that is carried out in parts. error: why it cannot be carried out as it should, if that is known."""
@@ -186,6 +191,8 @@ class Compression:
         self.group = 0
         """Index of the compressed layers' group, among those of the KV cache."""
         self._window_blocks: tuple[tuple[int, int], ...] = ()
+        self._head_pages = False
+        """Heads with different budgets may have pages of their own."""
         self.has_states = False
         """Blocks of the pool may hold states of Mamba or linear-attention layers."""
 
@@ -252,6 +259,7 @@ class Compression:
         }
         override(plugin_config(self._config).operators)
         limits = request_limits(self._config)
+        self._head_pages = limits.head_pages
         if (expected := limits.shape.num_layers) != len(layers):
             raise UnsupportedConfigError(
                 f"model layers: {len(layers)} have a cache of full attention, its config says {expected}"
@@ -291,15 +299,16 @@ class Compression:
         layers: list[Any] = [self.layers[name] for name in names]
         return [layer.impl.paged(layer, layer.kv_cache) for layer in layers], find_rotation(model, names)
 
-    def _turn_windows(self, plan: CompressionPlan, shift: int) -> None:
-        """Turns the keys that layers with a window have of a request, whose positions move by ``shift``."""
-        for window in plan.windows:
+    def _turn_windows(self, moves: list[MoveWindow], seq_len: int, shift: int) -> None:
+        """Turns the keys that layers with a window have of a request of ``seq_len`` tokens, whose positions move by
+        ``shift``."""
+        for window in moves:
             copied = [pair for pair in zip(window.sources, window.blocks, strict=True) if pair[0] != pair[1]]
             self.copy([source for source, _ in copied], [target for _, target in copied])
             caches, rotation = self._windows[window.group]
             if not shift or not window.blocks or rotation is None:
                 continue
-            num_keys = plan.seq_len - window.first_row * caches[0].block_size
+            num_keys = seq_len - window.first_row * caches[0].block_size
             turn_blocks(caches, rotation, window.blocks, num_keys, shift)
 
     def _watched(self, model: nn.Module, layer_names: list[str], heads: list[int]) -> HiddenStates:
@@ -331,10 +340,10 @@ class Compression:
         self.step = attached_step(scheduler_output)
         self.reporter.is_heard = is_scheduled(scheduler_output)
         self._with_drafts = frozenset(scheduler_output.scheduled_spec_decode_tokens)
-        if self.step.poisoned:
-            self._poison(self.step.poisoned)
-        for request_id, turn in self.step.turns.items():
-            ended = self.states[request_id]
+        if self.step.poison:
+            self._poison(self.step.poison)
+        for turn in self.step.turns:
+            ended = self.states[turn.request_id]
             queries = ended.ring.queries(turn.num_tokens) if turn.keeps_queries and ended.ring is not None else None
             self._fronts[turn.key] = KeptFront(ended.pages, ended.table, ended.found, queries, None)
         for request_id in (
@@ -344,13 +353,13 @@ class Compression:
         ):
             self._begun.pop(request_id, None)
             self.states.pop(request_id, None)
-        if self.step.adoptions:
-            copied = [one for one in self.step.adoptions.values() if one.blocks]
+        if self.step.adopt:
+            copied = [one for one in self.step.adopt.values() if one.blocks]
             self.copy([id_ for one in copied for id_ in one.sources], [id_ for one in copied for id_ in one.blocks])
-            for request_id, adoption in self.step.adoptions.items():
+            for request_id, adoption in self.step.adopt.items():
                 self.states[request_id] = self._adopted(adoption)
         # Last: a request may begin with a front and, when its next compression takes the blocks, end it in one step.
-        for key in self.step.forgotten:
+        for key in self.step.drop:
             self._fronts.pop(key, None)
 
     @contextmanager
@@ -372,7 +381,7 @@ class Compression:
             for cache in self.pool:
                 cache.copy_blocks(*ids)
 
-    def _adopted(self, adoption: Adoption) -> RequestState:
+    def _adopted(self, adoption: Adopt) -> RequestState:
         """The state of a request that begins with a front."""
         config, front = parse_known(adoption.compression), self._fronts[adoption.key]
         state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table, found=front.found)
@@ -396,7 +405,7 @@ class Compression:
         """The batch row of a request with ``num_scheduled`` new tokens after ``num_computed``."""
         state = self.states.get(request_id)
         if state is not None and state.front > 0:
-            adoption = self.step.adoptions.get(request_id)
+            adoption = self.step.adopt.get(request_id)
             if adoption is not None and adoption.restores_output:
                 # Nothing comes of this token, whose query the front has seen before; attention wants one after it.
                 return BatchRow(state.front, state.tail - 1, pages=state.pages, table=state.table)
@@ -411,8 +420,8 @@ class Compression:
                 table=state.table,
                 shift=state.shift,
             )
-        window, seq_len = self.step.windows.get(request_id), num_computed + num_scheduled
-        if (chunk := self.step.repetitions.get(request_id)) is not None:
+        window, seq_len = self.step.score.get(request_id), num_computed + num_scheduled
+        if (chunk := self.step.repeat.get(request_id)) is not None:
             return self._repeating_row(chunk, num_scheduled, seq_len)
         if window is None or window.start >= seq_len:
             return PLAIN
@@ -427,7 +436,7 @@ class Compression:
         num_queries = min(num_scheduled, seq_len - window.start)
         return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
 
-    def _repeating_row(self, chunk: RepeatedChunk, num_scheduled: int, seq_len: int) -> BatchRow:
+    def _repeating_row(self, chunk: Repeat, num_scheduled: int, seq_len: int) -> BatchRow:
         """The row of an internal request that repeats a chunk of another one's context."""
         if seq_len <= chunk.context:
             return PLAIN
@@ -452,7 +461,7 @@ class Compression:
         """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
         rows, batch = list[BatchRow](), list[tuple[str, int, int]]()
         self._last_tokens, self._shifts, self._held = {}, None, {}
-        if self.states or self.step.windows or self.step.repetitions or self.step.outputs:
+        if self.states or self.step.score or self.step.repeat or self.step.outputs:
             batch = list(order)
             rows = [self.row(*request) for request in batch]
             self._last_tokens = self._watched_outputs(batch)
@@ -501,7 +510,7 @@ class Compression:
 
     def _watched_outputs(self, batch: list[tuple[str, int, int]]) -> dict[str, int]:
         """``_last_tokens`` of a step."""
-        restored = (request_id for request_id, one in self.step.adoptions.items() if one.restores_output)
+        restored = (request_id for request_id, one in self.step.adopt.items() if one.restores_output)
         watched = {*self.step.outputs, *restored}
         if not watched:
             return {}
@@ -513,7 +522,7 @@ class Compression:
         of what such a front's last token has come to since. hidden_states: the model's, ``[tokens, hidden]``."""
         places, self._last_tokens = self._last_tokens, {}
         for request_id, place in places.items():
-            adoption = self.step.adoptions.get(request_id)
+            adoption = self.step.adopt.get(request_id)
             if adoption is not None and adoption.restores_output:
                 output = self._fronts[adoption.key].output
                 assert output is not None
@@ -585,84 +594,119 @@ class Compression:
 
     # Plans of a step.
 
-    def run_plans(self, blocks_of: Callable[[str], Tensor]) -> list[CompressionPlan]:
-        """Executes and returns this step's plans after its tokens have been sampled; failures go into the next report.
+    def run_plans(self, blocks_of: Callable[[str], Tensor]) -> list[NewRows]:
+        """Carries out this step's compressions after its tokens have been sampled; failures go into the next report.
 
-        The runner then replaces the beginnings of its rows by ``row_prefix``. blocks_of: ids of a request's blocks.
+        Returns what the runner then writes to its block tables. blocks_of: ids of a request's blocks.
         """
-        if self.step is NO_STEP:
+        step = self.step
+        if step is NO_STEP:
             return []
         self._share_scores()
-        adoptions = self.step.adoptions.values()
+        adoptions = step.adopt.values()
         self.copy([id_ for one in adoptions for id_ in one.exact], [id_ for one in adoptions for id_ in one.restored])
-        for part in self.step.parts:
+        for part in step.parts:
             self._carry_on(part, blocks_of)
-        plans = self.step.plans
-        if not plans:
-            return plans
+        if not step.compress:
+            return []
         started = time.perf_counter()
-        configs = [parse_known(plan.compression) for plan in plans]
-        states = [self.states.setdefault(plan.request_id, RequestState()) for plan in plans]
-        compactions, lost, courses, earlier = [], {}, {}, [0.0] * len(plans)
-        for index, plan in enumerate(plans):
+        moves: dict[str, list[MoveWindow]] = {plan.request_id: [] for plan in step.compress}
+        for move in step.moves:
+            moves[move.request_id].append(move)
+        compactions, lost, courses, earlier = [], {}, {}, [0.0] * len(step.compress)
+        for index, plan in enumerate(step.compress):
             begun = self._begun.pop(plan.request_id, None)
             if begun is None:
                 compaction, error = self._compaction(plan, blocks_of(plan.request_id))
             else:
                 compaction, error = begun.compaction, begun.error
                 courses[index], earlier[index] = begun.course, begun.course.seconds
+            if any(self._windows[move.group][1] is None for move in moves[plan.request_id]):
+                error = error or PartError("positions", "keys in windows cannot be turned")
             compactions.append(compaction)
             if error is not None:
                 lost[index] = error
         done = self.compactor.execute(compactions, courses)
         done.failures.update(lost)
-        self.reporter.add_timings(done.timings, self.step.is_awaited)
-        for index, (plan, config, state) in enumerate(zip(plans, configs, states, strict=True)):
-            state.front, state.tail, state.pages = plan.new_front, plan.num_tokens, done.pages.get(index)
-            state.table = None if state.pages is None else self._table(state.pages)
-            state.found = done.found.get(index)
-            before, state.shift = state.shift, position_shift(config, state)
-            if state.ring is not None and state.shift != before:
-                self.compactor.move_queries(state.ring, plan.seq_len, before, state.shift)
-            self._turn_windows(plan, state.shift - before)
-            self._track(state, config, plan.is_partial)
-            state.prompt_scores = None
-            if plan.key is not None:
-                self._fronts[plan.key] = self._kept(plan, config, state)
-            state.output = None
-        shared = [plan for plan in plans if plan.copies]
-        self.copy([id_ for plan in shared for id_ in plan.blocks], [id_ for plan in shared for id_ in plan.copies])
-        heads, policies = HeadShare.of(self._config), [config.name for config in configs]
-        self.reporter.add_failures(plans, done.failures, heads)
-        self.reporter.add_fronts(plans, done.fronts)
+        for index, plan in enumerate(step.compress):
+            self._take_over(plan, moves[plan.request_id], done.pages.get(index), done.found.get(index))
+        self._keep_fronts(step)
+        self._report(step, done, earlier, started)
+        prefixes = [(one.request_id, self.group, 0, one.row_prefix(self.compactor.block_size)) for one in step.compress]
+        return prefixes + [(one.request_id, one.group, one.first_row, one.blocks) for one in step.moves]
+
+    def _take_over(
+        self, plan: Compress, moves: list[MoveWindow], pages: HeadPages | None, found: Arriving | None
+    ) -> None:
+        """Notes what a compression has made of its request's cache. pages, found: of ``Execution``."""
+        config, state = parse_known(plan.compression), self.states[plan.request_id]
+        state.front, state.tail, state.pages, state.found = plan.new_front, plan.num_tokens, pages, found
+        state.table = None if pages is None else self._table(pages)
+        before, state.shift = state.shift, position_shift(config, state)
+        if state.ring is not None and state.shift != before:
+            self.compactor.move_queries(state.ring, plan.seq_len, before, state.shift)
+        self._turn_windows(moves, plan.seq_len, state.shift - before)
+        self._track(state, config, plan.purpose == "part")
+        state.prompt_scores = None
+
+    def _keep_fronts(self, step: CompressionStep) -> None:
+        """Keeps the fronts that compressions have made for others, and copies those whose requests write to them."""
+        blocks = {plan.request_id: plan.blocks for plan in step.compress}
+        copied = [one for one in step.fronts if one.copies]
+        for one in step.fronts:
+            state = self.states[one.request_id]
+            pages, table = state.pages, state.table
+            if pages is not None and one.copies:
+                pages = moved(pages, blocks[one.request_id], one.copies)
+                table = self._table(pages)
+            queries = state.ring.queries(one.num_tokens) if one.keeps_queries and state.ring is not None else None
+            self._fronts[one.key] = KeptFront(pages, table, state.found, queries, state.output)
+        for plan in step.compress:
+            self.states[plan.request_id].output = None
+        self.copy(
+            [id_ for one in copied for id_ in blocks[one.request_id]], [id_ for one in copied for id_ in one.copies]
+        )
+
+    def _report(self, step: CompressionStep, done: Execution, earlier: list[float], started: float) -> None:
+        """Reports what a step's compressions came to. earlier: seconds spent on each in steps before. started: when
+        these began."""
+        heads, request_ids = HeadShare.of(self._config), [plan.request_id for plan in step.compress]
+        policies = [parse_known(plan.compression).name for plan in step.compress]
         num_heads = len(self.compactor.layers) * self.compactor.num_kv_heads
-        self.reporter.add_counts(plans, done.counts, heads, num_heads)
+        self.reporter.add_timings(done.timings, step.is_awaited)
+        self.reporter.add_failures(request_ids, done.failures, heads)
+        self.reporter.add_fronts(request_ids, done.fronts)
+        self.reporter.add_counts(request_ids, done.counts, heads, num_heads, is_awaited=bool(step.fronts))
         if heads.is_first_replica:
             self._counts.add(policies, done.counts)
         if heads.rank == 0:
             # Requests are compressed together: each counts an equal share of the time.
-            seconds = (time.perf_counter() - started) / len(plans)
-            for policy, plan, spent in zip(policies, plans, earlier, strict=True):
+            seconds = (time.perf_counter() - started) / len(policies)
+            for policy, plan, spent in zip(policies, step.compress, earlier, strict=True):
                 observe_compaction(policy, self._engine, spent + seconds, is_refresh=plan.is_refresh)
-        return plans
 
-    def _compaction(self, plan: CompressionPlan, blocks: Tensor) -> tuple[Compaction, PartError | None]:
-        """A plan with its request's state, and why it cannot be carried out as it should. blocks: of the request."""
+    def _compaction(self, plan: Compress, blocks: Tensor) -> tuple[Compaction, PartError | None]:
+        """A compression with its request's state, and why it cannot be carried out as it should. blocks: of the
+        request."""
         config, state = parse_known(plan.compression), self.states.setdefault(plan.request_id, RequestState())
-        ring = state.ring if config.policy.query_window or plan.is_rescored else None
-        rescoring = Rescoring(score_update(config), config.rescoring_window) if plan.is_rescored else None
-        sources = blocks, state.prompt_scores, ring
-        moves_keys = config.positions == "cache"
-        if any(self._windows[window.group][1] is None for window in plan.windows):
-            return Compaction(plan, config.policy, *sources), PartError("positions", "keys in windows cannot be turned")
+        is_first = not state.tail
+        # Statistics are made anew of a context's later parts, and of what has waited for pressure.
+        window = config.rescoring_window if config.awaits_pressure or (plan.is_of_context and not is_first) else 0
         compaction = Compaction(
             plan,
             config.policy,
-            *sources,
+            blocks,
+            state.prompt_scores,
+            state.ring if config.policy.query_window or window else None,
             pages=state.pages,
             found=state.found,
-            rescoring=rescoring,
-            moves_keys=moves_keys,
+            rescoring=Rescoring(score_update(config), window) if window else None,
+            moves_keys=config.positions == "cache",
+            front=state.front,
+            tail=state.tail,
+            has_pages=self._head_pages and plan.share_blocks > 0,
+            # While a request generates, its tokens wait for none of them; without a next one there is no other time.
+            settles_shares=plan.is_of_context or (is_first and config.decode != "bounded"),
         )
         if plan.external_tokens:
             try:
@@ -671,39 +715,32 @@ class Compression:
                 return compaction, PartError("external_cache", f"no room for the complete cache: {error}")
         return compaction, None
 
-    def _carry_on(self, part: PartialPlan, blocks_of: Callable[[str], Tensor]) -> None:
-        """Carries out a part of a plan; until the last one, in ``run_plans``, its request's state stays as it is."""
-        request_id = part.plan.request_id
-        if request_id not in self._begun:
+    def _carry_on(self, part: CompressPart, blocks_of: Callable[[str], Tensor]) -> None:
+        """Carries out a part of a compression; until the last one, in ``run_plans``, its request's state stays as it
+        is."""
+        plan = part.compress
+        if plan.request_id not in self._begun:
             # On a GPU the row may get other blocks before the last part.
-            compaction, error = self._compaction(part.plan, blocks_of(request_id).clone())
-            self._begun[request_id] = BegunPlan(compaction, self.compactor.begin(compaction, part.num_parts), error)
-        course = self._begun[request_id].course
+            compaction, error = self._compaction(plan, blocks_of(plan.request_id).clone())
+            self._begun[plan.request_id] = BegunPlan(
+                compaction, self.compactor.begin(compaction, part.num_parts), error
+            )
+        course = self._begun[plan.request_id].course
         # A GPU's work is launched, not done.
         timing = course.advance(part.until, part.seconds if self._device.type == "cpu" else math.inf)
         self.reporter.add_timings([timing], self.step.is_awaited)
-        self.reporter.add_progress(request_id, course.progress)
-
-    def _kept(self, plan: CompressionPlan, config: CompressionConfig, state: RequestState) -> KeptFront:
-        """What is kept of the front that a request has now."""
-        pages, table, queries = state.pages, state.table, None
-        if pages is not None and plan.copies:
-            pages = moved(pages, plan.blocks, plan.copies)
-            table = self._table(pages)
-        if (config.decode == "bounded" or plan.is_partial) and state.ring is not None:
-            queries = state.ring.queries(plan.seq_len)
-        return KeptFront(pages, table, state.found, queries, state.output)
+        self.reporter.add_progress(plan.request_id, course.progress)
 
     def _share_scores(self) -> None:
         """Keeps, recalls and forgets scores of contexts as the step says."""
-        for request_id, number in self.step.kept_scores.items():
+        for request_id, number in self.step.scores.kept.items():
             scores = self.states[request_id].prompt_scores
             assert scores is not None
             self.known_scores[number] = scores.copy(torch.device("cpu"))
-        for request_id, number in self.step.recalled_scores.items():
+        for request_id, number in self.step.scores.recalled.items():
             state = self.states.setdefault(request_id, RequestState())
             state.prompt_scores = self.known_scores[number].copy(self._device)
-        for number in self.step.forgotten_scores:
+        for number in self.step.scores.forgotten:
             del self.known_scores[number]
 
     def _table(self, pages: HeadPages) -> Tensor | None:

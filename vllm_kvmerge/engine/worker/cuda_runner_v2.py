@@ -11,8 +11,7 @@ from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
 from vllm.v1.worker.utils import KVBlockZeroer
 
 from vllm_kvmerge.engine.attention.cuda import use_chunks
-from vllm_kvmerge.engine.plan import CompressionPlan
-from vllm_kvmerge.engine.worker.compression import set_batch_rows
+from vllm_kvmerge.engine.worker.compression import NewRows, set_batch_rows
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression
 
 
@@ -38,7 +37,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compression = CUDACompression(self.vllm_config, self.device)
-        self._moves: list[CompressionPlan] = []
+        self._new_rows: list[NewRows] = []
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -74,7 +73,7 @@ class CUDARunnerV2Mixin(GPUModelRunner):
             if self.execute_model_state.hidden_states is not None:
                 self.compression.exchange_outputs(self.execute_model_state.hidden_states)
         else:  # nothing is sampled
-            self._moves = self.compression.run_plans(self._blocks_of)
+            self._new_rows = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,21 +81,18 @@ class CUDARunnerV2Mixin(GPUModelRunner):
         output = super().sample_tokens(*args, **kwargs)
         if samples:
             # Not before: the step's tokens need not wait for compactions.
-            self._moves = self.compression.run_plans(self._blocks_of)
+            self._new_rows = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(output)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         # All writes of a step are applied together, in no order: none may go to a request that has left or whose row is
         # written anew.
         begun = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-        for plan in self._moves:
-            index = self.req_states.req_id_to_index.get(plan.request_id)
-            if index is not None and plan.request_id not in begun:
-                tables = self.block_tables.block_tables
-                tables[self.compression.group].stage_write(index, 0, plan.row_prefix)
-                for window in plan.windows:
-                    tables[window.group].stage_write(index, window.first_row, window.blocks)
-        self._moves = []
+        for request_id, group, first, blocks in self._new_rows:
+            index = self.req_states.req_id_to_index.get(request_id)
+            if index is not None and request_id not in begun:
+                self.block_tables.block_tables[group].stage_write(index, first, blocks)
+        self._new_rows = []
         with self.compression.copying(scheduler_output):
             super().update_requests(scheduler_output)
 

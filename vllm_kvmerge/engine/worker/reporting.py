@@ -10,10 +10,8 @@ from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_kvmerge.engine.metrics import count_entries
-from vllm_kvmerge.engine.plan import (
+from vllm_kvmerge.engine.messages import (
     NO_REPORT,
-    CompressionPlan,
     CompressionReport,
     Failure,
     FrontReport,
@@ -21,6 +19,7 @@ from vllm_kvmerge.engine.plan import (
     Spent,
     attach,
 )
+from vllm_kvmerge.engine.metrics import count_entries
 from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.compactor import FEWEST, MOST
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
@@ -61,40 +60,41 @@ class Reporter:
         """Of steps before. Compactions follow a step's tokens on the GPU, which must not wait for their numbers: these
         go with the next step's, before which they are there."""
 
-    def add_counts(self, plans: list[CompressionPlan], counts: Tensor, heads: HeadShare, num_heads: int) -> None:
-        """Adds ``Execution.counts`` of plans. All tensor-parallel workers call this. num_heads: of one of them, over
-        all compressed layers."""
+    def add_counts(
+        self, request_ids: list[str], counts: Tensor, heads: HeadShare, num_heads: int, is_awaited: bool
+    ) -> None:
+        """Adds ``Execution.counts`` of requests. All tensor-parallel workers call this. num_heads: of one of them, over
+        all compressed layers. is_awaited: the scheduler needs them with the step's output."""
         if heads.num_workers > 1:
             by_worker = heads.gather(counts).view(-1, *counts.shape)[:: heads.num_replicas]
             num_heads *= len(by_worker)
             sums, fewest, most = by_worker[..., :FEWEST].sum(0), by_worker[..., FEWEST], by_worker[..., MOST]
             counts = torch.cat([sums, fewest.amin(0).unsqueeze(1), most.amax(0).unsqueeze(1)], 1)
-        arriving, is_awaited = Arriving.of(counts), any(plan.key is not None for plan in plans)
-        self._compressed.append(_Compressed([plan.request_id for plan in plans], arriving, num_heads, is_awaited))
+        self._compressed.append(_Compressed(request_ids, Arriving.of(counts), num_heads, is_awaited))
 
     def add_timings(self, timings: list[Timing], is_awaited: bool) -> None:
         """Adds work that has been done, or launched on a GPU, whose time is reported once it is known. is_awaited: of
         its step."""
         self._timings += [(timing, is_awaited) for timing in timings]
 
-    def add_failures(self, plans: list[CompressionPlan], errors: dict[int, PartError], heads: HeadShare) -> None:
-        """Adds ``errors``, by index in ``plans``. All tensor-parallel workers call this: only one's output reaches the
-        scheduler, and a policy may fail for the heads of another."""
+    def add_failures(self, request_ids: list[str], errors: dict[int, PartError], heads: HeadShare) -> None:
+        """Adds ``errors``, by index in ``request_ids``. All tensor-parallel workers call this: only one's output
+        reaches the scheduler, and a policy may fail for the heads of another."""
         for index, error in errors.items():
-            request_id = plans[index].request_id
+            request_id = request_ids[index]
             logger.error("Compression of request %s failed: %s", request_id, error, exc_info=error)
             self._report.failures[request_id] = Failure(str(error), error.part, error.is_last)
-        failed = heads.failed_anywhere([index in errors for index in range(len(plans))])
-        for plan, has_failed in zip(plans, failed, strict=True):
+        failed = heads.failed_anywhere([index in errors for index in range(len(request_ids))])
+        for request_id, has_failed in zip(request_ids, failed, strict=True):
             if has_failed:
-                self._report.failures.setdefault(plan.request_id, FAILED_ELSEWHERE)
+                self._report.failures.setdefault(request_id, FAILED_ELSEWHERE)
 
-    def add_fronts(self, plans: list[CompressionPlan], fronts: dict[int, FrontReport]) -> None:
-        """Adds what fronts came to, by index in ``plans``."""
-        self._report.fronts.update({plans[index].request_id: front for index, front in fronts.items()})
+    def add_fronts(self, request_ids: list[str], fronts: dict[int, FrontReport]) -> None:
+        """Adds what fronts came to, by index in ``request_ids``."""
+        self._report.fronts.update({request_ids[index]: front for index, front in fronts.items()})
 
     def add_progress(self, request_id: str, done: float) -> None:
-        """Adds how far a plan has come that is carried out in parts."""
+        """Adds how far a compression has come that is carried out in parts."""
         self._report.progress[request_id] = done
 
     def attach_to(self, output: Any) -> Any:

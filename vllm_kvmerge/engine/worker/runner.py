@@ -16,8 +16,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.engine.attention.cpu import MergeableAttentionBuilder, attends_plain
 from vllm_kvmerge.engine.blocks import with_equal_blocks
-from vllm_kvmerge.engine.plan import CompressionPlan
-from vllm_kvmerge.engine.worker.compression import Compression, set_batch_rows
+from vllm_kvmerge.engine.worker.compression import Compression, NewRows, set_batch_rows
 
 logger = init_logger(__name__)
 
@@ -31,7 +30,7 @@ class CompressionRunnerMixin(GPUModelRunner):
         super().__init__(*args, **kwargs)
         self.compression = self.compression_class(self.vllm_config, self.device)
         self._scheduled: dict[str, int] = {}
-        self._moves: list[CompressionPlan] = []
+        self._new_rows: list[NewRows] = []
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return with_equal_blocks(super().get_kv_cache_spec())
@@ -46,7 +45,7 @@ class CompressionRunnerMixin(GPUModelRunner):
         self._scheduled = scheduler_output.num_scheduled_tokens
         result = super().execute_model(scheduler_output, *args, **kwargs)
         if self.execute_model_state is None:  # nothing is sampled
-            self._moves = self.compression.run_plans(self._blocks_of)
+            self._new_rows = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(result)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +60,7 @@ class CompressionRunnerMixin(GPUModelRunner):
         output = super().sample_tokens(*args, **kwargs)
         if samples:
             # Not before: the step's tokens need not wait for compactions.
-            self._moves = self.compression.run_plans(self._blocks_of)
+            self._new_rows = self.compression.run_plans(self._blocks_of)
         return self.compression.reporter.attach_to(output)
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
@@ -70,20 +69,14 @@ class CompressionRunnerMixin(GPUModelRunner):
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Not earlier: only here has vLLM waited for the GPU, which may still be copying the last step's rows.
-        group = self.compression.group
-        for plan in self._moves:
+        for request_id, group, first, blocks in self._new_rows:
             # vLLM keeps a request's blocks in its state and, unless it had to wait for room, in a row of the batch.
-            prefix = plan.row_prefix
-            self.requests[plan.request_id].block_ids[group][: len(prefix)] = prefix
-            index = self.input_batch.req_id_to_index.get(plan.request_id)
+            places = slice(first, first + len(blocks))
+            self.requests[request_id].block_ids[group][places] = blocks
+            index = self.input_batch.req_id_to_index.get(request_id)
             if index is not None:
-                self.input_batch.block_table[group].block_table.np[index, : len(prefix)] = prefix
-            for window in plan.windows:
-                rows = slice(window.first_row, window.first_row + len(window.blocks))
-                self.requests[plan.request_id].block_ids[window.group][rows] = window.blocks
-                if index is not None:
-                    self.input_batch.block_table[window.group].block_table.np[index, rows] = window.blocks
-        self._moves = []
+                self.input_batch.block_table[group].block_table.np[index, places] = blocks
+        self._new_rows = []
         with self.compression.copying(scheduler_output):
             return super()._update_states(scheduler_output)
 

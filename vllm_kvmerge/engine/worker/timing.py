@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvmerge.engine.plan import Kind
+from vllm_kvmerge.engine.messages import Kind
 
 Moment = Any
 """Seconds of a clock, or a GPU's event."""

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
-from vllm_kvmerge.engine.plan import CompressionPlan
+from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
 from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
 from vllm_kvmerge.ops import (
@@ -152,18 +152,17 @@ def compactions(
             ring = QueryRing.empty(len(layers), policy.query_window, *of_query, dtype, device)
         most = policy.capacity(BUDGET)
         capacity = PROMPT if most is None else min(most, PROMPT)
-        plan = CompressionPlan("", "", 0, 0, PROMPT, BUDGET, capacity, target)
+        plan = Compress("", "", "growth", PROMPT, PROMPT, BUDGET, capacity, target)
         first = Compaction(plan, policy, blocks, PromptScores(*numbers.clone()), ring)
-        second = replace(
-            first, plan=replace(plan, front=capacity, tail=PROMPT, num_tokens=PROMPT + INTERVAL), prompt_scores=None
-        )
+        later = replace(plan, num_tokens=PROMPT + INTERVAL, seq_len=PROMPT + INTERVAL)
+        second = replace(first, plan=later, front=capacity, tail=PROMPT, prompt_scores=None)
         _run(compactor, [first, second])
         if compactor.rotation is not None:
             _run(compactor, [replace(one, moves_keys=True) for one in (first, second)])
         if head_pages and (most != BUDGET or not policy.allocator.fills_budget):
             shared = target[: -(-BUDGET // size)]
             paged = [
-                replace(one, plan=replace(one.plan, blocks=shared, share_blocks=len(shared), has_pages=True))
+                replace(one, plan=replace(one.plan, blocks=shared, share_blocks=len(shared)), has_pages=True)
                 for one in (first, second)
             ]
             _run(compactor, paged)
