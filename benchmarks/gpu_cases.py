@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compaction import Compaction
+from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import (
     NO_UPDATE,
     AttentionBatch,

@@ -370,7 +370,8 @@ def sides_of_ours(model: str, kvzap: str | None, jobs: Sequence[Job], tokenizer:
     options = EngineOptions(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2 << 30, kvzap=kvzap)
     backend = EngineBackend(model, options)
     backend.start(longest, with_logprobs=False)
-    from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
+    from vllm_kvmerge.engine.worker.compaction import Compaction, Execution
+    from vllm_kvmerge.engine.worker.compactor import Compactor
 
     kept: dict[int, np.ndarray] = {}
     execute = Compactor.execute

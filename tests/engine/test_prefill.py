@@ -6,7 +6,7 @@ from vllm import SamplingParams
 
 from tests.demo_model import BLOCK_SIZE
 from tests.engine.conftest import greedy, random_prompt, run
-from vllm_kvmerge.engine.worker import compactor
+from vllm_kvmerge.engine.worker import gather
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.rescoring import newest_scores
 
@@ -55,7 +55,7 @@ def test_later_chunks_are_scored_by_the_newest_queries(engine, prompt, monkeypat
         seen.append((len(entries), queries.positions[0].tolist()))
         return newest_scores(entries, queries, *others)
 
-    monkeypatch.setattr(compactor, "newest_scores", watched)
+    monkeypatch.setattr(gather, "newest_scores", watched)
     engine.tokens([prompt], params("snapkv", score_window=20))
     expected = {(BUDGET + CHUNK, range(end - 20, end)) for end in (352, 480, 608)} | {(BUDGET + 92, range(680, 700))}
     assert {(count, range(where[0], where[-1] + 1)) for count, where in seen} == expected

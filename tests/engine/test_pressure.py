@@ -15,7 +15,7 @@ from tests.engine.test_small_pool import POOL, small_pool
 from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
-from vllm_kvmerge.engine.worker import compactor
+from vllm_kvmerge.engine.worker import gather
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as KEY
@@ -108,7 +108,7 @@ def test_a_cached_prompt_is_scored_by_the_queries_at_hand(engine, prompts, watch
         seen.add(tuple(queries.positions[0].tolist()))
         return newest_scores(entries, queries, *others)
 
-    monkeypatch.setattr(compactor, "newest_scores", scored)
+    monkeypatch.setattr(gather, "newest_scores", scored)
     with engine.with_blocks(13):
         engine.generate(prompts[:1], params(None, 5))
         engine.generate(prompts[:1], params("snapkv", 40, score_window=64))

@@ -20,7 +20,7 @@ from tests.engine.cuda.test_compactions import LENGTHS, on_gpu
 from tests.engine.worker.test_batches import BLOCK_SIZE, BUDGET, Worker
 from tests.ops.triton_compiler import launches
 from vllm_kvmerge import ops
-from vllm_kvmerge.engine.worker.compactor import Compaction, Execution
+from vllm_kvmerge.engine.worker.compaction import Compaction, Execution
 from vllm_kvmerge.ops import dispatch, reference, triton
 
 

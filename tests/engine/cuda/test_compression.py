@@ -11,7 +11,7 @@ from tests.engine.cuda.scene import GROUPS, HEAD_SIZE, HEADS
 from vllm_kvmerge.engine.attention.rows import BatchRow
 from vllm_kvmerge.engine.messages import Compress, CompressionStep, HeadCounts, Score, attached_report
 from vllm_kvmerge.engine.worker import reporting, tensor_parallel
-from vllm_kvmerge.engine.worker.compactor import Execution
+from vllm_kvmerge.engine.worker.compaction import Execution
 from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.engine.worker.cuda_runner import CUDARunnerMixin
 

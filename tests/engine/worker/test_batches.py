@@ -15,7 +15,8 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker import compactor
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
+from vllm_kvmerge.engine.worker.compaction import Compaction, Execution
+from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
 from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Entries
 from vllm_kvmerge.policies.allocators import Uniform

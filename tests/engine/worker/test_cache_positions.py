@@ -9,7 +9,8 @@ from tests.policies.sampling import rope
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.cache_positions import moves
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compaction import Compaction
+from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import PagedKVCache, cell_bytes, write_tokens
 from vllm_kvmerge.policies import DEAD
 from vllm_kvmerge.request.parameters import parse_compression

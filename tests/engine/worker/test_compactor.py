@@ -7,7 +7,8 @@ from tests.entries import gather_entries
 from tests.ops.conftest import SOFTMAXES, CacheMaker, softmax_of
 from vllm_kvmerge.engine.attention.rows import PromptScores
 from vllm_kvmerge.engine.messages import Compress
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compaction import Compaction
+from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import (
     NO_UPDATE,
     PLAIN_SOFTMAX,

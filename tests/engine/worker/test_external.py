@@ -9,7 +9,8 @@ from tests.entries import gather_entries
 from tests.ops.conftest import CacheMaker
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor
+from vllm_kvmerge.engine.worker.compaction import Compaction
+from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.ops import score_prompt_queries

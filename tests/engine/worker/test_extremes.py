@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.engine.worker.test_batches import BLOCK_SIZE, GROUPS, HEAD_SIZE, NUM_HEADS, NUM_LAYERS, Worker
 from vllm_kvmerge.engine.attention.rows import QueryRing
 from vllm_kvmerge.engine.messages import Compress
-from vllm_kvmerge.engine.worker.compactor import Compaction
+from vllm_kvmerge.engine.worker.compaction import Compaction
 from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, ScoreUpdate, dispatch, paged_attention
 from vllm_kvmerge.policies import PRESETS
 

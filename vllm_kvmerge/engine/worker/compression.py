@@ -56,7 +56,8 @@ from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Course, Execution, Rescoring
+from vllm_kvmerge.engine.worker.compaction import Compaction, Execution, Rescoring
+from vllm_kvmerge.engine.worker.compactor import Compactor, Course
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights

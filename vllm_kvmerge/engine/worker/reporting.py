@@ -21,7 +21,7 @@ from vllm_kvmerge.engine.messages import (
 )
 from vllm_kvmerge.engine.metrics import count_entries
 from vllm_kvmerge.engine.worker.arriving import Arriving
-from vllm_kvmerge.engine.worker.compactor import FEWEST, MOST
+from vllm_kvmerge.engine.worker.compaction import FEWEST, MOST
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.engine.worker.timing import Timing
 from vllm_kvmerge.policies.errors import PartError

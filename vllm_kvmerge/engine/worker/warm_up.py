@@ -12,7 +12,8 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
-from vllm_kvmerge.engine.worker.compactor import Compaction, Compactor, Execution
+from vllm_kvmerge.engine.worker.compaction import Compaction, Execution
+from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import (
     ROW_PLANES,
     AttentionBatch,
