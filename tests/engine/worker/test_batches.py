@@ -14,7 +14,7 @@ from tests.policies.sampling import rope
 from vllm_kvmerge import ops
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress
-from vllm_kvmerge.engine.worker import compactor
+from vllm_kvmerge.engine.worker import budgets
 from vllm_kvmerge.engine.worker.compaction import Compaction, Execution
 from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
@@ -145,7 +145,7 @@ def test_protected_tokens_of_each_request_count(policy, protect, heads, size, mo
     monkeypatch.setattr(f"{__name__}.NUM_HEADS", heads)
     monkeypatch.setattr(f"{__name__}.HEAD_SIZE", size)
     faults = []  # in batches, after which each request is tried alone
-    monkeypatch.setattr(compactor, "as_part_error", lambda error: faults.append(error) or as_part_error(error))
+    monkeypatch.setattr(budgets, "as_part_error", lambda error: faults.append(error) or as_part_error(error))
     workers = [Worker(policy, (100, 230), budgets=(40, 50)) for _ in range(2)]
     for pages in (*workers[0].layers, *workers[1].layers):
         pages.scores.copy_(pages.scores.mul(9).round() / 10)  # many are equal, or nearly
@@ -187,15 +187,15 @@ def test_in_parts_by_turns(policy, num_parts):
     at_once, in_parts = (Worker(policy, (150, 190)) for _ in range(2))
     for step in ("first", "second"):
         compactions = getattr(in_parts, step)
-        courses = dict(enumerate(in_parts.compactor.begin(one, num_parts) for one in compactions))
+        batches = dict(enumerate(in_parts.compactor.begin(one, num_parts) for one in compactions))
         least = num_parts if num_parts < NUM_LAYERS * NUM_HEADS else NUM_LAYERS
         for until in (2, 5, 8):
-            for course in courses.values():
-                before = course.progress
-                course.advance(until / 10)
-                assert before < course.progress and abs(course.progress - until / 10) <= 1 / least
-        done = in_parts.compactor.execute(compactions, courses)
-        assert not done.failures and all(course.progress == pytest.approx(1.0) for course in courses.values())
+            for begun in batches.values():
+                before = begun.work.progress
+                begun.advance(until / 10)
+                assert before < begun.work.progress and abs(begun.work.progress - until / 10) <= 1 / least
+        done = in_parts.compactor.execute(compactions, batches)
+        assert not done.failures and all(begun.work.progress == pytest.approx(1.0) for begun in batches.values())
         counts = at_once.compactor.run(getattr(at_once, step))
         assert [(merged, evicted) for merged, evicted, *_ in done.counts.tolist()] == counts
         assert torch.equal(in_parts.bytes, at_once.bytes)
@@ -205,14 +205,14 @@ def test_in_parts_by_turns(policy, num_parts):
 def test_what_takes_too_long_for_a_step_is_left(policy):
     """But for one part, and not where workers that exchange something would wait for each other."""
     worker = Worker(policy, (150,))
-    course = worker.compactor.begin(worker.first[0], 1000)
-    course.advance(0.9, max_seconds=0.0)
+    begun = worker.compactor.begin(worker.first[0], 1000)
+    begun.advance(0.9, max_seconds=0.0)
     if policy == "tova":
-        assert course.progress >= 0.9 - 1 / NUM_LAYERS
+        assert begun.work.progress >= 0.9 - 1 / NUM_LAYERS
     else:
-        assert course.progress <= 1 / (NUM_LAYERS * NUM_HEADS)
-    assert not worker.compactor.execute(worker.first[:1], {0: course}).failures
-    assert course.progress == pytest.approx(1.0)
+        assert begun.work.progress <= 1 / (NUM_LAYERS * NUM_HEADS)
+    assert not worker.compactor.execute(worker.first[:1], {0: begun}).failures
+    assert begun.work.progress == pytest.approx(1.0)
 
 
 def test_plans_of_different_shapes_and_policies_in_one_step():

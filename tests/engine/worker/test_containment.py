@@ -63,9 +63,9 @@ def test_one_that_is_compressed_in_parts_fails_as_at_once(field: str, fault: str
     at_once, in_parts = (Worker("h2o", (150,)).use(failing_policy(**{field: fault})) for _ in range(2))
     expected = limited(at_once).execute(at_once.first)
     compactor = limited(in_parts)
-    course = compactor.begin(in_parts.first[0], 1000)
-    course.advance(0.3)
-    done = compactor.execute(in_parts.first, {0: course})
+    begun = compactor.begin(in_parts.first[0], 1000)
+    begun.advance(0.3)
+    done = compactor.execute(in_parts.first, {0: begun})
     assert str(done.failures[0]).startswith(part.replace(":", " "))
     assert done.failures[0].part == expected.failures[0].part == part
     assert torch.equal(done.counts, expected.counts) and torch.equal(at_once.bytes, in_parts.bytes)

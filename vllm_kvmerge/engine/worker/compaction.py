@@ -1,6 +1,6 @@
 """A compression as a worker carries it out: what is known of it before, while it is under way, and after."""
 
-import time
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,7 +15,8 @@ from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import Deal
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
-from vllm_kvmerge.engine.worker.timing import Timing
+from vllm_kvmerge.engine.worker.timing import Timing, moment
+from vllm_kvmerge.engine.worker.units import Work
 from vllm_kvmerge.ops import HeadPages, ScoreUpdate
 from vllm_kvmerge.policies import CompressionPolicy
 from vllm_kvmerge.policies.errors import PartError
@@ -127,28 +128,6 @@ def numbers_of(seq_layers: tuple[SequenceLayer, ...], num_kv_heads: int) -> Numb
 
 
 @dataclass
-class Work:
-    """How far a batch has come. total: passes over all layers, as shares of compressing them. is_writing: entries are
-    being compressed, no longer looked at. seconds: spent on it, up to ``since`` if that is known."""
-
-    total: float = 1.0
-    done: float = 0.0
-    is_writing: bool = False
-    seconds: float = 0.0
-    since: float | None = None
-
-    @property
-    def elapsed(self) -> float:
-        return self.seconds if self.since is None else self.seconds + time.monotonic() - self.since
-
-    def resume(self) -> None:
-        self.since = time.monotonic()
-
-    def pause(self) -> None:
-        self.seconds, self.since = self.elapsed, None
-
-
-@dataclass(frozen=True)
 class Batch:
     """Plans of one shape that go through their policy together.
 
@@ -159,6 +138,11 @@ class Batch:
     by layer, where they are rounded to pages. fronts: what they come to, if that depends on data. deals: new pages of
     requests, by index, where heads get some of their own. found: ``Execution.found``, by index. gathered: the entries
     that were read last, by their sequence layers.
+
+    What looking at all layers before they are compressed comes to: statistics: the allocator's, ``[plans, layers]``
+    float32, zeros where it failed; None: not known yet, or there are none. masses: of a policy that compares the heads
+    of all layers, ``[plans, heads of all layers, n]``. budgets: the policy's ``found_budgets``, ``[plans, heads of all
+    layers]``.
     """
 
     compactions: list[Compaction]
@@ -174,7 +158,10 @@ class Batch:
     fronts: list[FrontReport] = field(default_factory=list)
     deals: list[Deal] = field(default_factory=list)
     found: list[Arriving] = field(default_factory=list)
-    gathered: "dict[tuple[SequenceLayer, ...], PagedEntries]" = field(default_factory=dict)
+    gathered: dict[tuple[SequenceLayer, ...], PagedEntries] = field(default_factory=dict)
+    statistics: Tensor | None = None
+    masses: Tensor | None = None
+    budgets: Tensor | None = None
 
     @property
     def policy(self) -> CompressionPolicy:
@@ -195,6 +182,14 @@ class Batch:
     @property
     def complete(self) -> ExternalCache | None:
         return self.compactions[0].complete
+
+    def advance(self, until: float, max_seconds: float = math.inf) -> Timing:
+        """``Work.advance``; returns what was done."""
+        first, before, begun = self.compactions[0], self.work.progress, moment(self.counts.device)
+        self.work.advance(until, max_seconds)
+        amount = sum(one.num_entries for one in self.compactions) * (self.work.progress - before)
+        kind = first.plan.compression, first.num_entries.bit_length()
+        return Timing(kind, amount, begun, moment(self.counts.device))
 
 
 @dataclass(frozen=True)

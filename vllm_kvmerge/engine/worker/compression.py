@@ -56,8 +56,8 @@ from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
-from vllm_kvmerge.engine.worker.compaction import Compaction, Execution, Rescoring
-from vllm_kvmerge.engine.worker.compactor import Compactor, Course
+from vllm_kvmerge.engine.worker.compaction import Batch, Compaction, Execution, Rescoring
+from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
@@ -132,15 +132,6 @@ NewRows = tuple[str, int, int, list[int]]
 """A request's id, a group of layers, and a place in its block table from which on it has blocks with other ids."""
 
 
-@dataclass(frozen=True)
-class BegunPlan:
-    """A plan that is carried out in parts. error: why it cannot be carried out as it should, if that is known."""
-
-    compaction: Compaction
-    course: Course
-    error: PartError | None
-
-
 def score_update(config: CompressionConfig) -> ScoreUpdate:
     tracker = config.policy.tracker
     return ScoreUpdate(ScoreMode(tracker.mode), tracker.update_decay)
@@ -172,7 +163,8 @@ class Compression:
         self._fronts: dict[bytes, KeptFront] = {}
         self._shifts: Tensor | None = None
         """What RoPE adds to the positions of the batch's tokens; None: nothing."""
-        self._begun: dict[str, BegunPlan] = {}
+        self._begun: dict[str, tuple[Batch, PartError | None]] = {}
+        """Compressions under way, and why they cannot be carried out as they should, if that is known."""
         self._last_tokens: dict[str, int] = {}
         """Places in the batch of outputs that are kept or replaced, by request."""
         self._with_drafts: frozenset[str] = frozenset()
@@ -614,20 +606,19 @@ class Compression:
         moves: dict[str, list[MoveWindow]] = {plan.request_id: [] for plan in step.compress}
         for move in step.moves:
             moves[move.request_id].append(move)
-        compactions, lost, courses, earlier = [], {}, {}, [0.0] * len(step.compress)
+        compactions, lost, begun, earlier = [], {}, {}, [0.0] * len(step.compress)
         for index, plan in enumerate(step.compress):
-            begun = self._begun.pop(plan.request_id, None)
-            if begun is None:
-                compaction, error = self._compaction(plan, blocks_of(plan.request_id))
+            if plan.request_id in self._begun:
+                begun[index], error = self._begun.pop(plan.request_id)
+                (compaction,), earlier[index] = begun[index].compactions, begun[index].work.seconds
             else:
-                compaction, error = begun.compaction, begun.error
-                courses[index], earlier[index] = begun.course, begun.course.seconds
+                compaction, error = self._compaction(plan, blocks_of(plan.request_id))
             if any(self._windows[move.group][1] is None for move in moves[plan.request_id]):
                 error = error or PartError("positions", "keys in windows cannot be turned")
             compactions.append(compaction)
             if error is not None:
                 lost[index] = error
-        done = self.compactor.execute(compactions, courses)
+        done = self.compactor.execute(compactions, begun)
         done.failures.update(lost)
         for index, plan in enumerate(step.compress):
             self._take_over(plan, moves[plan.request_id], done.pages.get(index), done.found.get(index))
@@ -723,14 +714,12 @@ class Compression:
         if plan.request_id not in self._begun:
             # On a GPU the row may get other blocks before the last part.
             compaction, error = self._compaction(plan, blocks_of(plan.request_id).clone())
-            self._begun[plan.request_id] = BegunPlan(
-                compaction, self.compactor.begin(compaction, part.num_parts), error
-            )
-        course = self._begun[plan.request_id].course
+            self._begun[plan.request_id] = self.compactor.begin(compaction, part.num_parts), error
+        batch, _ = self._begun[plan.request_id]
         # A GPU's work is launched, not done.
-        timing = course.advance(part.until, part.seconds if self._device.type == "cpu" else math.inf)
+        timing = batch.advance(part.until, part.seconds if self._device.type == "cpu" else math.inf)
         self.reporter.add_timings([timing], self.step.is_awaited)
-        self.reporter.add_progress(plan.request_id, course.progress)
+        self.reporter.add_progress(plan.request_id, batch.work.progress)
 
     def _share_scores(self) -> None:
         """Keeps, recalls and forgets scores of contexts as the step says."""

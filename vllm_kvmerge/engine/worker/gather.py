@@ -78,8 +78,9 @@ class CachedLayers:
             entries.scores, entries.aux = newest_scores(entries, queries, rescoring.update, self.scale, softmax)
         return entries
 
-    def context(self, seq_layers: list[SequenceLayer], batch: Batch, statistics: Tensor | None) -> CompressionContext:
-        layers, capacity = [one.layer for one in seq_layers], batch.plan.new_front
+    def context(self, seq_layers: list[SequenceLayer], batch: Batch) -> CompressionContext:
+        """What policies know of sequence layers beside their entries."""
+        layers, capacity, statistics = [one.layer for one in seq_layers], batch.plan.new_front, batch.statistics
         shares = self._shares_of(seq_layers, batch) if batch.shares else None
         if shares is not None and batch.deals:  # other places have no room
             capacity = max(shares)
