@@ -18,7 +18,7 @@ from vllm_kvmerge.engine.worker import budgets
 from vllm_kvmerge.engine.worker.compaction import Compaction, Execution
 from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
-from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Entries
+from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Entries, pausing
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.errors import as_part_error
 from vllm_kvmerge.request.parameters import parse_compression
@@ -47,10 +47,11 @@ class Worker:
         dtype: torch.dtype = torch.bfloat16,
         num_blocks: int = NUM_BLOCKS,
         budgets: tuple[int, ...] = (),
+        seed: int = 0,
         **fields: Any,
     ) -> None:
         """budgets: of each request; none: BUDGET."""
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(seed)
         window = {"window_size": 32} if policy == "kvzap" else {}  # by default it protects more than the budget
         self.text = json.dumps({"policy": policy, "budget": BUDGET, **window, **fields})
         self.config = parse_compression(self.text)
@@ -201,18 +202,25 @@ def test_in_parts_by_turns(policy, num_parts):
         assert torch.equal(in_parts.bytes, at_once.bytes)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keepkv", "tova"])
-def test_what_takes_too_long_for_a_step_is_left(policy):
-    """But for one part, and not where workers that exchange something would wait for each other."""
-    worker = Worker(policy, (150,))
-    begun = worker.compactor.begin(worker.first[0], 1000)
-    begun.advance(0.9, max_seconds=0.0)
-    if policy == "tova":
-        assert begun.work.progress >= 0.9 - 1 / NUM_LAYERS
-    else:
-        assert begun.work.progress <= 1 / (NUM_LAYERS * NUM_HEADS)
-    assert not worker.compactor.execute(worker.first[:1], {0: begun}).failures
-    assert begun.work.progress == pytest.approx(1.0)
+@pytest.mark.parametrize(("policy", "least"), [("h2o", 1.0), ("keepkv", 0.5), ("tova", NUM_HEADS), ("adakv", 1.0)])
+def test_a_step_may_ask_for_a_single_unit(policy, least, monkeypatch):
+    """Of a head, a piece of one, or a layer; workers with other data do as many."""
+    monkeypatch.setattr(pausing, "PIECE_PRODUCTS", 1 << 14)
+    workers = [Worker(policy, (150,), seed=seed) for seed in (0, 1)]
+    begun = [one.compactor.begin(one.first[0], 1000) for one in workers]
+    for until in (1e-6, 2e-6, 0.3, 0.6):
+        for one in begun:
+            before = one.work.progress
+            one.advance(until)
+            if until == 1e-6:
+                assert 0.0 < one.work.progress <= least / (NUM_LAYERS * NUM_HEADS)
+            if until == 2e-6:
+                assert one.work.progress == before
+        if policy != "keepkv":  # the number of whose passes depends on data
+            assert begun[0].work.progress == begun[1].work.progress
+    for worker, one in zip(workers, begun, strict=True):
+        assert not worker.compactor.execute(worker.first[:1], {0: one}).failures
+        assert one.work.progress == pytest.approx(1.0)
 
 
 def test_plans_of_different_shapes_and_policies_in_one_step():

@@ -1,6 +1,5 @@
 """A compression as a worker carries it out: what is known of it before, while it is under way, and after."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -134,8 +133,8 @@ class Batch:
     plan: the first, for what they have in common. num_entries: of each head. held: bytes of working memory for one KV
     head of one layer, about. time_left: seconds that the policy may still take; None: no limit. work: how far it has
     come. counts: ``Execution.counts``. num_rows: heads that are compressed at once, of one layer; 0: as many layers as
-    memory allows. failed: errors of requests, by index. shares: of each request by index, entries of each head, layer
-    by layer, where they are rounded to pages. fronts: what they come to, if that depends on data. deals: new pages of
+    memory allows. num_pieces: that these take, about. failed: errors of requests, by index. shares: of each request by
+    index, entries of each head, layer by layer, where they are rounded to pages. fronts: what they come to, if that depends on data. deals: new pages of
     requests, by index, where heads get some of their own. found: ``Execution.found``, by index. gathered: the entries
     that were read last, by their sequence layers.
 
@@ -153,6 +152,7 @@ class Batch:
     work: Work
     counts: Tensor
     num_rows: int = 0
+    num_pieces: int = 1
     failed: dict[int, PartError] = field(default_factory=dict)
     shares: list[list[int]] = field(default_factory=list)
     fronts: list[FrontReport] = field(default_factory=list)
@@ -183,10 +183,10 @@ class Batch:
     def complete(self) -> ExternalCache | None:
         return self.compactions[0].complete
 
-    def advance(self, until: float, max_seconds: float = math.inf) -> Timing:
+    def advance(self, until: float) -> Timing:
         """``Work.advance``; returns what was done."""
         first, before, begun = self.compactions[0], self.work.progress, moment(self.counts.device)
-        self.work.advance(until, max_seconds)
+        self.work.advance(until)
         amount = sum(one.num_entries for one in self.compactions) * (self.work.progress - before)
         kind = first.plan.compression, first.num_entries.bit_length()
         return Timing(kind, amount, begun, moment(self.counts.device))

@@ -15,7 +15,7 @@ from vllm_kvmerge.engine.worker.timing import Timing
 from vllm_kvmerge.engine.worker.units import Unit, Work
 from vllm_kvmerge.engine.worker.write import NO_COUNT
 from vllm_kvmerge.ops.types import sent
-from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionResult
+from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionResult, pausing
 from vllm_kvmerge.policies.base import HeadShape
 from vllm_kvmerge.policies.bounds import time_limit
 from vllm_kvmerge.policies.checks import is_foreign
@@ -32,6 +32,10 @@ from vllm_kvmerge.policies.protection import count_below
 
 MOVED_NUMBERS = 6
 """Numbers held for each number of keys that are turned to other positions where that is not done in place."""
+
+
+LATE = 0.95
+"""Most of heads that has been done as long as pieces of them follow, more than of the heads before."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,10 @@ class Compactor(BudgetedLayers):
             most = max(1, self.max_bytes // held)
             num_rows = min(num_rows or most, most)
         counts = self.sent([[NO_COUNT if column == FEWEST else 0 for column in range(6)]] * len(compactions))
-        batch = Batch(compactions, plan, num_entries, held, time_left, work, counts, min(num_rows, self.num_kv_heads))
+        num_rows = min(num_rows, self.num_kv_heads)
+        products = (num_entries - plan.budget) * plan.budget * self.layers[0].head_size  # if all are compared
+        pieces = max(1, num_rows * products // pausing.PIECE_PRODUCTS)
+        batch = Batch(compactions, plan, num_entries, held, time_left, work, counts, num_rows, pieces)
         work.add(self._units(batch))
         return batch
 
@@ -150,10 +157,9 @@ class Compactor(BudgetedLayers):
         parts = list(self.parts(batch))
         needs_passes = len(parts) > 1 and any(deal.needs_passes for deal in batch.deals)
         passes = ((False,), (True,)) if needs_passes else ((False, True),)
-        # Where workers exchange something, none may have come further than another when it waits.
-        batch.work.may_stop = not batch.policy.selector.pools_heads
         num_seq_layers = len(passes) * sum(map(len, parts))
-        compress = self._begin_heads if batch.num_rows and batch.work.may_stop else self._compress_part
+        by_heads = batch.num_rows and not batch.policy.selector.pools_heads
+        compress = self._by_heads if by_heads else self._compress_part
         for rounds in passes:
             for part in parts:
                 share = len(part) / num_seq_layers
@@ -172,45 +178,38 @@ class Compactor(BudgetedLayers):
             del result  # before the next one is computed
         self._write_failed(batch, part, rounds)
 
-    def _begin_heads(
+    def _by_heads(
         self, batch: Batch, part: list[SequenceLayer], rounds: tuple[bool, ...], share: float
     ) -> Iterable[Unit]:
         """Begins to compress one sequence layer, ``batch.num_rows`` heads at a time."""
         (seq_layer,) = part
-        if seq_layer.request in batch.failed:
-            return self._write_failed(batch, part, rounds)
-        try:
-            entries, context = self._read(part, batch)
-        except (Exception, OutOfTime, OutOfMemory) as error:
-            batch.failed[seq_layer.request] = as_part_error(error)
-            return self._write_failed(batch, part, rounds)
-        pieces = in_pieces(lambda: batch.policy.compress(entries, context, batch.num_rows))
-        # Putting heads together and writing them count as one more.
-        by_head = share / (self.num_kv_heads + 1)
-        return [Unit(partial(self._go_on, batch, part, rounds, pieces, share, by_head), share)]
+        if seq_layer.request not in batch.failed:
+            try:
+                entries, context = self._read(part, batch)
+            except (Exception, OutOfTime, OutOfMemory) as error:
+                batch.failed[seq_layer.request] = as_part_error(error)
+            else:
+                pieces = in_pieces(lambda: batch.policy.compress(entries, context, batch.num_rows))
+                # Putting heads together and writing them count as one more.
+                heads = _Heads(pieces, share / (self.num_kv_heads + 1), left=share)
+                return [Unit(partial(self._go_on, batch, part, rounds, heads), share)]
+        return self._write_failed(batch, part, rounds)
 
     def _go_on(
-        self,
-        batch: Batch,
-        part: list[SequenceLayer],
-        rounds: tuple[bool, ...],
-        pieces: Generator[int, None, CompressionResult],
-        left: float,
-        by_head: float,
+        self, batch: Batch, part: list[SequenceLayer], rounds: tuple[bool, ...], heads: "_Heads"
     ) -> Iterable[Unit]:
-        """Goes on with some heads of a sequence layer. left: share of the work that the layer still takes.
-        by_head: what a head takes."""
+        """Goes on with the heads of a sequence layer."""
         try:
             with time_limit(batch.time_left()):
                 try:
-                    left -= by_head * next(pieces)
+                    heads.note(next(heads.pieces), batch)
                 except StopIteration as end:
                     result = end.value.finite(self.dtype)
-                    return [Unit(partial(self.write, part, batch, result, rounds), by_head / 3)]
+                    return [Unit(partial(self.write, part, batch, result, rounds), heads.share / 3)]
         except (Exception, OutOfTime, OutOfMemory) as error:
             batch.failed[part[0].request] = as_part_error(error)
             return self._write_failed(batch, part, rounds)
-        return [Unit(partial(self._go_on, batch, part, rounds, pieces, left, by_head), left)]
+        return [Unit(partial(self._go_on, batch, part, rounds, heads), heads.left)]
 
     def _read(self, seq_layers: list[SequenceLayer], batch: Batch) -> tuple[PagedEntries, CompressionContext]:
         """What a policy compresses."""
@@ -228,6 +227,31 @@ class Compactor(BudgetedLayers):
         for front, some in failed.items():
             self.write(some, batch, _newest(self.gather(some, batch), front).finite(self.dtype), rounds)
         return ()
+
+
+@dataclass
+class _Heads:
+    """Heads of a sequence layer that are compressed some at a time, in pieces. share: of the work, that a head takes.
+    left: that the layer still takes. num_pieces: of the heads that are under way."""
+
+    pieces: Generator[int, None, CompressionResult]
+    share: float
+    left: float
+    num_pieces: int = 0
+    done: float = 0.0
+
+    def note(self, num_heads: int, batch: Batch) -> None:
+        """Notes a piece, with which so many heads have been completed. Until then each counts alike, by how many there
+        were of the heads before."""
+        self.left += self.done
+        self.num_pieces += 1
+        if num_heads:
+            batch.num_pieces, self.num_pieces, self.done = self.num_pieces, 0, 0.0
+            self.left -= num_heads * self.share
+        else:
+            most = min(self.share * batch.num_rows, self.left)
+            self.done = most * min(self.num_pieces / batch.num_pieces, LATE)
+            self.left -= self.done
 
 
 def _may_exchange(compaction: Compaction) -> bool:
