@@ -130,13 +130,13 @@ def numbers_of(seq_layers: tuple[SequenceLayer, ...], num_kv_heads: int) -> Numb
 class Batch:
     """Plans of one shape that go through their policy together.
 
-    plan: the first, for what they have in common. num_entries: of each head. held: bytes of working memory for one KV
-    head of one layer, about. time_left: seconds that the policy may still take; None: no limit. work: how far it has
-    come. counts: ``Execution.counts``. num_rows: heads that are compressed at once, of one layer; 0: as many layers as
-    memory allows. num_pieces: that these take, about. failed: errors of requests, by index. shares: of each request by
-    index, entries of each head, layer by layer, where they are rounded to pages. fronts: what they come to, if that depends on data. deals: new pages of
-    requests, by index, where heads get some of their own. found: ``Execution.found``, by index. gathered: the entries
-    that were read last, by their sequence layers.
+    plan: the first, for what they have in common. num_entries: of each head. held: bytes of working memory for one
+    KV head of one layer, about. time_left: seconds that the policy may still take; None: no limit. work: how far it
+    has come. counts: ``Execution.counts``. num_rows: heads that are compressed at once, of one layer; 0: as many
+    layers as memory allows. num_pieces: that these take, about. failed: errors of requests, by index. shares: of
+    each request by index, entries of each head, layer by layer, where they are rounded to pages. fronts: what they
+    come to, if that depends on data. deals: new pages of requests, by index, where heads get some of their own.
+    found: ``Execution.found``, by index. gathered: the entries that were read last, by their sequence layers.
 
     What looking at all layers before they are compressed comes to: statistics: the allocator's, ``[plans, layers]``
     float32, zeros where it failed; None: not known yet, or there are none. masses: of a policy that compares the heads
