@@ -33,7 +33,7 @@ from vllm_kvmerge.ops import (
 )
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.rotation import Rotation
-from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
+from vllm_kvmerge.request.spec import CompressionSpec, parse_compression
 
 BLOCK_SIZE = 32
 
@@ -78,7 +78,7 @@ class TracedSequence:
         self.num_tokens = new.stop
         return new
 
-    def attend(self, new: slice, config: CompressionConfig | None = None) -> list[Tensor]:
+    def attend(self, new: slice, config: CompressionSpec | None = None) -> list[Tensor]:
         """Each layer's attention output for these newest tokens, ``[q, H * G, d]``; scores as the policy keeps them."""
         tracked = config is not None and config.tracks_decode and self.front > 0
         update = score_update(config) if tracked and config is not None else NO_UPDATE
@@ -91,7 +91,7 @@ class TracedSequence:
             paged_attention(query, cache, batch, layer.scale, outputs[-1])
         return outputs
 
-    def compress(self, config: CompressionConfig, budget: int) -> None:
+    def compress(self, config: CompressionSpec, budget: int) -> None:
         """Compresses the cache to ``budget`` entries, in the blocks where it lies."""
         covered = self.num_tokens if config.decode == "bounded" or self.front == 0 else self.tail
         capacity = config.policy.capacity(budget)
@@ -105,7 +105,7 @@ class TracedSequence:
         self.compactor.run([compaction])
         self.front, self.tail = new_front, covered
 
-    def _prompt_scores(self, config: CompressionConfig) -> PromptScores | None:
+    def _prompt_scores(self, config: CompressionSpec) -> PromptScores | None:
         if self.front > 0 or not config.prompt_window:
             return None
         window = self.num_tokens if config.prompt_window == "all" else min(config.prompt_window, self.num_tokens)

@@ -26,7 +26,7 @@ from vllm_kvmerge.ops import (
     triton,
 )
 from vllm_kvmerge.ops.types import PLANES
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
 

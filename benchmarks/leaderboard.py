@@ -28,8 +28,8 @@ from vllm_kvmerge.evaluation.results import Result, RunFolder
 from vllm_kvmerge.evaluation.runner import cells_of as eval_cells
 from vllm_kvmerge.evaluation.tasks.repetition import repetition
 from vllm_kvmerge.policies.allocators import Uniform
-from vllm_kvmerge.request.parameters import FULL, parse_compression
 from vllm_kvmerge.request.recommended import TABLE, Case, Measured, Recommendations
+from vllm_kvmerge.request.spec import FULL, parse_compression
 
 ROOT = Path(__file__).parents[1]
 SCORES, PAGE = ROOT / "benchmarks/results/real_scores.json", ROOT / "docs/leaderboard.md"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.demo.documents import Prompt
 from vllm_kvmerge.evaluation.continuation import forced
-from vllm_kvmerge.request.parameters import FULL, compression
+from vllm_kvmerge.request.spec import FULL, compression
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -8,7 +8,7 @@ import re
 from tests.documented import PAGES, ROOT, fences
 from vllm_kvmerge.cli import COMMANDS
 from vllm_kvmerge.policies import PARTS, PRESETS
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 PACKAGE = ROOT / "vllm_kvmerge"
 README = (ROOT / "README.md").read_text()

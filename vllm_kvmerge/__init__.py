@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_kvmerge.engine.arguments import kvmerge_engine_args
-    from vllm_kvmerge.request.parameters import compression
+    from vllm_kvmerge.request.spec import compression
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "compression", "kvmerge_engine_args"]
 
-_HOME = {"compression": "vllm_kvmerge.request.parameters", "kvmerge_engine_args": "vllm_kvmerge.engine.arguments"}
+_HOME = {"compression": "vllm_kvmerge.request.spec", "kvmerge_engine_args": "vllm_kvmerge.engine.arguments"}
 
 
 def __getattr__(name: str) -> Any:

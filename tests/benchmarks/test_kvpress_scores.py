@@ -14,7 +14,7 @@ from tests.processes import end_with_tests
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.runner import Prompt
 from vllm_kvmerge.evaluation.tasks.base import Sample
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))

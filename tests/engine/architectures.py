@@ -32,7 +32,7 @@ from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.evaluation.continuation import ForcedContinuation
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.limits import Limits
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionError, parse_compression
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, CompressionError, parse_compression
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_FULL, MAX_TOKENS = 32, 400, 2, 24
 BYTES_PER_BLOCK = NUM_FULL * 2 * BLOCK_SIZE * (2 * 32 * 4 + 16)

@@ -23,7 +23,7 @@ from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY
 from vllm_kvmerge.evaluation.backends import Answer, EngineBackend, Request, RequestError
 from vllm_kvmerge.evaluation.config import EngineOptions
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.request.parameters import CompressionConfig
+from vllm_kvmerge.request.spec import CompressionSpec
 
 LENGTH, NUM_TOKENS = 300, 12
 
@@ -97,14 +97,14 @@ def test_an_evaluation_does_not_score_what_failed(engine: Engine) -> None:
 
 @pytest.mark.parametrize("where", ["resolve_capacity", "resolve_budget"])
 def test_what_cannot_be_resolved_ends_its_request_alone(engine: Engine, where: str, monkeypatch) -> None:
-    resolve = getattr(CompressionConfig, where)
+    resolve = getattr(CompressionSpec, where)
 
     def overflow(self, *args):
         if self.name == failing.PRESET:
             raise OverflowError("cannot convert float infinity to integer")
         return resolve(self, *args)
 
-    monkeypatch.setattr(CompressionConfig, where, overflow)
+    monkeypatch.setattr(CompressionSpec, where, overflow)
     first, second = engine.generate(prompts(2, 2), [params(failing.PRESET), params("h2o")])
     assert "OverflowError" in error_of(first) and second.outputs[0].finish_reason == "length"
     engine.assert_empty()

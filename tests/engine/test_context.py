@@ -11,7 +11,7 @@ from vllm_kvmerge import compression
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 POLICIES = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv", "pyramidkv"]
 """One of each kind: without scores, with them, merging, with queries of its own, with uneven budgets."""

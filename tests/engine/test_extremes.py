@@ -16,7 +16,7 @@ from tests.random_model import SIZES, write_llama
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 from vllm_kvmerge.engine.fronts import TURN, FrontCache, SharedFront
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.schedule import Segments
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 BLOCK_SIZE = 32
 POLICY = '{"policy":"snapkv","budget":8}'

@@ -10,7 +10,7 @@ from tests.engine.worker.test_head_pages import POLICIES
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.evaluation.continuation import forced
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 UNEVEN = POLICIES[:7]
 

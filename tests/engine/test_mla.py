@@ -14,7 +14,7 @@ from tests.presets import SMALL
 from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.engine.attention import cpu_latent
 from vllm_kvmerge.policies import MERGERS, PRESETS
-from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+from vllm_kvmerge.request.spec import CompressionError, parse_compression
 
 pytestmark = pytest.mark.engine
 

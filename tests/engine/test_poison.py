@@ -14,7 +14,7 @@ from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, engine_w
 from tests.engine.test_stress import Job, assert_answers_alone, draw_jobs, run_together
 from tests.engine.test_stress_contexts import check_sharing
 from vllm_kvmerge import compression, demo
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionError
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, CompressionError
 
 pytestmark = pytest.mark.engine
 

@@ -18,8 +18,8 @@ from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.engine.worker import gather
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.rescoring import newest_scores
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as KEY
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as KEY
+from vllm_kvmerge.request.spec import parse_compression
 
 BUDGET, PROMPT, ANSWER, BLOCKS = 96, 400, 120, 50
 POLICIES = [name for name in sorted(PRESETS) if name not in ("kvzip", "kvzap")]

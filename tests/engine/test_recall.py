@@ -10,7 +10,7 @@ from tests.measures import evaluate
 from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.tasks.base import Completion
 from vllm_kvmerge.evaluation.tasks.demo import DemoRecall
-from vllm_kvmerge.request.parameters import compression
+from vllm_kvmerge.request.spec import compression
 
 
 def test_recall_on_fresh_prompts(engine):

@@ -15,7 +15,7 @@ from tests.engine.conftest import random_prompt, run
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.worker.compression import Compression
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 PROMPTS = {"repeat_prompt": [40, 41, 42], "resume_prompt": [43], "answer_prompt": [44, 45]}
 

@@ -9,7 +9,7 @@ from vllm_kvmerge.engine.schedule import UNCOMPRESSED, FrontSize, RequestCompres
 from vllm_kvmerge.engine.state import RequestState, RequestStates
 from vllm_kvmerge.policies.allocators.pyramid import Pyramid
 from vllm_kvmerge.request.limits import Limits, ModelShape
-from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+from vllm_kvmerge.request.spec import CompressionError, parse_compression
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=4, group_size=2, head_size=32, hidden_size=256, item_size=2)
 LIMITS = Limits(None, 1 << 30, 1.0, SHAPE, block_size=32, max_model_len=4096)

@@ -12,7 +12,7 @@ from vllm.config import ModelConfig
 
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.policies.trackers import REPEAT, RESUME
-from vllm_kvmerge.request.parameters import CompressionConfig, CompressionError, parse_compression
+from vllm_kvmerge.request.spec import CompressionError, CompressionSpec, parse_compression
 
 TEMPLATE = """{{ '<s> ' }}{% for message in messages %}{{ '[user] ' + message['content'] + ' [end] ' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '[model] ' }}{% endif %}"""
@@ -39,7 +39,7 @@ def prompts(model: EngineModel, **fields: Any) -> list[list[int]]:
     again = parse_compression(resolved.text)
     assert again is not None
 
-    def of(config: CompressionConfig) -> list[list[int]]:
+    def of(config: CompressionSpec) -> list[list[int]]:
         return [getattr(config.policy.tracker, name) for name in ("repeat_prompt", "resume_prompt", "answer_prompt")]
 
     assert of(again) == of(resolved)

@@ -15,7 +15,7 @@ from vllm_kvmerge.engine.accounting import Account
 from vllm_kvmerge.engine.sizing import Life, size
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.usage import CacheSize
-from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+from vllm_kvmerge.request.spec import CompressionError, parse_compression
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.demo_model import BLOCK_SIZE
 from tests.engine.conftest import Engine, greedy, preempting, random_prompt, run
-from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+from vllm_kvmerge.request.spec import CompressionError, parse_compression
 
 NUM_BLOCKS = 24
 POOL = NUM_BLOCKS * BLOCK_SIZE

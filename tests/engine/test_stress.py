@@ -17,7 +17,7 @@ from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.request.parameters import CompressionError
+from vllm_kvmerge.request.spec import CompressionError
 
 NUM_REQUESTS = 100
 NUM_ALONE = 30

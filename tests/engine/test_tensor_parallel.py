@@ -10,7 +10,7 @@ from tests.engine.conftest import NUM_BLOCKS, engine_arguments, in_a_process, ra
 from vllm_kvmerge import compression, demo, kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, parse_compression
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, parse_compression
 
 NUM_TOKENS = 12
 

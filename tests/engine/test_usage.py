@@ -7,8 +7,8 @@ from vllm import SamplingParams
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
-from vllm_kvmerge.request.parameters import compression
 from vllm_kvmerge.request.proof import PROOFS_KEY
+from vllm_kvmerge.request.spec import compression
 
 
 def params(policy: str, max_tokens: int, asks: bool = True, **parameters) -> SamplingParams:

@@ -16,6 +16,7 @@ from tests.engine.conftest import Engine, engine_with, in_a_process
 from tests.random_model import write_llama
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.request.spec import parse_compression
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -199,6 +200,6 @@ def test_compressed_requests_with_every_option(engine, stock, policy):
 def test_beam_search_is_never_compressed(engine, stock, monkeypatch):
     """Each of its steps generates one token, which is there before its cache is compressed: with a default too."""
     assert search_beams(engine.llm) == stock["beams"]
-    monkeypatch.setattr(engine.scheduler._admission, "_default", {"policy": "h2o", "budget": BUDGET})
+    monkeypatch.setattr(engine.scheduler._admission, "_default", parse_compression({"policy": "h2o", "budget": BUDGET}))
     assert search_beams(engine.llm) == stock["beams"]
     engine.assert_empty()

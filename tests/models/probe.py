@@ -18,7 +18,7 @@ from tests.presets import SMALL
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 BUDGET, INTERVAL, NUM_TOKENS, LONGEST = 64, 16, 64, 300
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.policies.sampling import newest_queries, random_entries, rope
 from vllm_kvmerge.policies import PRESETS, CompressionContext, CompressionPolicy, Entries, Heads
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 REQUESTS = [
     *({"policy": name} for name in PRESETS),

@@ -17,7 +17,7 @@ from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.policies.plugins import GROUP
 from vllm_kvmerge.policies.registry import register_preset
 from vllm_kvmerge.policies.selectors.recent import Recent
-from vllm_kvmerge.request import parameters as config
+from vllm_kvmerge.request import schema, spec
 
 SELECTOR_FAULTS = ("raise", "shape", "dtype", "count", "sleep", "none")
 MERGER_FAULTS = ("raise", "shape", "dtype", "nan_rows", "nan_votes", "kept", "twice", "sleep", "hold", "sleep_a_little")
@@ -105,8 +105,8 @@ def registered() -> Iterator[None]:
         PRESETS.pop(PRESET, None)
         SELECTORS.pop("failing", None)
         MERGERS.pop("failing", None)
-        config._parse_canonical.cache_clear()
-        config._request_model.cache_clear()
+        spec._specs.clear()
+        schema.request_model.cache_clear()
 
 
 FAULTS = [("select_fault", fault, "selector:failing") for fault in SELECTOR_FAULTS]

@@ -6,7 +6,7 @@ import torch
 from tests.policies.sampling import random_entries
 from vllm_kvmerge.policies import CompressionContext, pausing
 from vllm_kvmerge.policies.pausing import in_pieces, may_pause, uninterrupted
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 
 def test_a_computation_goes_on_where_it_was_left():

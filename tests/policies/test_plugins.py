@@ -14,7 +14,7 @@ DATA = Path(__file__).parents[1] / "data"
 LIST = ("-m", "vllm_kvmerge.cli", "policies", "--json")
 PARSE = """
 import sys
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 policy = parse_compression(sys.argv[1]).policy
 print([type(part).__module__ for part in policy.parts], policy.selector, sep="|")
 """

@@ -10,7 +10,7 @@ from tests.policies.sampling import newest_queries, random_entries, rope
 from vllm_kvmerge.policies import SELECTORS, CompressionContext
 from vllm_kvmerge.policies.shares import fitted_budgets
 from vllm_kvmerge.policies.shares import paged_shares as paged_shares_of_groups
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 TOGETHER = [name for name, part in SELECTORS.items() if part.takes_shares and not part.pools_heads]
 

@@ -6,7 +6,8 @@ import pytest
 
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.request.catalogue import describe_policies
-from vllm_kvmerge.request.parameters import parse_compression, request_schema
+from vllm_kvmerge.request.schema import request_schema
+from vllm_kvmerge.request.spec import parse_compression
 
 CATALOGUE = describe_policies()
 

@@ -9,7 +9,7 @@ from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.base import HeadShape
 from vllm_kvmerge.policies.mergers import DropMerger
 from vllm_kvmerge.request.limits import Limits, ModelShape, most_entries, most_positions
-from vllm_kvmerge.request.parameters import CompressionConfig, CompressionError, parse_compression
+from vllm_kvmerge.request.spec import CompressionError, CompressionSpec, parse_compression
 
 LLAMA_8B = ModelShape(
     num_layers=32, num_kv_heads=8, group_size=4, head_size=128, hidden_size=4096, item_size=2, has_surrogate=True
@@ -20,7 +20,7 @@ DEMO = ModelShape(
 LIMITS = Limits(None, 256 << 20, 5.0, DEMO, block_size=32, max_model_len=32768)
 
 
-def config(policy: str, **fields: Any) -> CompressionConfig:
+def config(policy: str, **fields: Any) -> CompressionSpec:
     parsed = parse_compression({"policy": policy, **fields})
     assert parsed is not None
     return parsed
@@ -32,7 +32,7 @@ def of_model(traits: dict[str, Any]) -> Limits:
     return replace(LIMITS, shape=replace(DEMO, **traits), **beside)
 
 
-def refusal(limits: Limits, request: CompressionConfig, num_prompt_tokens: int, max_tokens: int = 100) -> str:
+def refusal(limits: Limits, request: CompressionSpec, num_prompt_tokens: int, max_tokens: int = 100) -> str:
     with pytest.raises(CompressionError) as caught:
         limits.check(request, num_prompt_tokens, max_tokens)
     assert caught.value.reason == "too_expensive" and caught.value.param == "kv_compression"
@@ -77,7 +77,7 @@ REFUSED = [
 ]
 
 
-def asked_for(asked: str | dict[str, Any]) -> CompressionConfig:
+def asked_for(asked: str | dict[str, Any]) -> CompressionSpec:
     return config(asked) if isinstance(asked, str) else config(**asked)
 
 
@@ -235,5 +235,5 @@ def test_only_allowed_policies_pass() -> None:
         (config("h2o", budget=100, refresh={"every": 16}, decode="bounded"), 1100),
     ],
 )
-def test_most_entries_that_a_compression_reads(request_: CompressionConfig, expected: int) -> None:
+def test_most_entries_that_a_compression_reads(request_: CompressionSpec, expected: int) -> None:
     assert most_entries(request_, 1000, 100, 32) == expected

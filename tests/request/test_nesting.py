@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_kvmerge.request import nesting
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
-from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+from vllm_kvmerge.request.spec import CompressionError, parse_compression
 
 TRICKY = st.text('ab"\\[]{}\n\u00e9', max_size=12)
 VALUES = st.recursive(

@@ -6,8 +6,9 @@ import jsonschema
 import pytest
 
 from vllm_kvmerge.request.catalogue import describe_policies
-from vllm_kvmerge.request.parameters import field_schema, parse_compression
 from vllm_kvmerge.request.recommended import recommendations
+from vllm_kvmerge.request.schema import field_schema
+from vllm_kvmerge.request.spec import parse_compression
 
 CASES = [
     ("known", False, {"budget": 0.25}),

@@ -16,7 +16,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from tests.server.conftest import VLLM
 from vllm_kvmerge import demo
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
 from vllm_kvmerge.server.batch_file import start
 from vllm_kvmerge.server.messages import CHAT_ROUTE
 

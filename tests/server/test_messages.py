@@ -14,8 +14,8 @@ from tests.server.conftest import check_refused, events
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.validation import PREFIX, Prefix, check_prompt
 from vllm_kvmerge.policies.fields import MAX_RANGES
-from vllm_kvmerge.request.parameters import CompressionError, parse_compression
 from vllm_kvmerge.request.recommended import recommendations
+from vllm_kvmerge.request.spec import CompressionError, parse_compression
 from vllm_kvmerge.server.messages import CONTEXT, RenderingError, locate
 
 ROLES = ["system", "user", "assistant", "user"]

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tests.server.conftest import check_refused, send
 from vllm_kvmerge.engine.validation import VERDICT, Verdict
-from vllm_kvmerge.request.parameters import CompressionError
+from vllm_kvmerge.request.spec import CompressionError
 from vllm_kvmerge.server import middleware
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_refusal
 from vllm_kvmerge.server.middleware import CARRIERS, CompressionFieldMiddleware
@@ -102,11 +102,13 @@ def test_what_is_not_the_field_as_it_should_be_is_refused_and_counted(
     assert rejections == [reason] * 4
 
 
-def test_vllm_xargs_alone_passes_unchanged() -> None:
-    body = json.dumps({"vllm_xargs": {"kv_compression": json.dumps(VALID)}}, indent=3)
-    assert post("/v1/completions", content=body, headers=JSON).text == body
-    received = post("/v1/completions", json={"vllm_xargs": {"kv_compression": VALID}}).json()
-    assert json.loads(received["vllm_xargs"]["kv_compression"]) == VALID  # an object becomes text
+def test_what_stands_in_vllm_xargs_becomes_canonical_text() -> None:
+    canonical = json.dumps(VALID, sort_keys=True)
+    for given in (VALID, json.dumps(VALID, indent=1), canonical):
+        body = json.dumps({"vllm_xargs": {"kv_compression": given}}, indent=3)
+        received = post("/v1/completions", content=body, headers=JSON)
+        assert received.json()["vllm_xargs"]["kv_compression"] == canonical
+        assert (received.text == body) == (given is canonical)
 
 
 @pytest.mark.parametrize(

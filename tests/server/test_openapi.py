@@ -11,8 +11,8 @@ from tests.server.conftest import send
 from vllm_kvmerge.engine.arguments import plugin_config
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.catalogue import describe_policies
-from vllm_kvmerge.request.parameters import request_schema
 from vllm_kvmerge.request.proof import CompressionProof
+from vllm_kvmerge.request.schema import request_schema
 from vllm_kvmerge.server.endpoint import KVMergeEndpoint, served
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from tests.server.conftest import Server, check_refused, events, wait_until
-from vllm_kvmerge.request.parameters import parse_compression
 from vllm_kvmerge.request.proof import CompressionProof
+from vllm_kvmerge.request.spec import parse_compression
 
 PROMPT = [3 + i % 200 for i in range(300)]
 SALTS = itertools.count()

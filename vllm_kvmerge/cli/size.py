@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     from vllm_kvmerge.engine.arguments import plugin_config, request_limits
     from vllm_kvmerge.engine.sizing import size
     from vllm_kvmerge.policies.errors import PartError
-    from vllm_kvmerge.request.parameters import parse_compression
+    from vllm_kvmerge.request.spec import parse_compression
 
     try:
         with quiet():

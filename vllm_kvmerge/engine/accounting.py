@@ -11,8 +11,8 @@ from vllm_kvmerge.engine.fronts import SharedFront
 from vllm_kvmerge.engine.messages import CompressionReport, HeadCounts
 from vllm_kvmerge.engine.schedule import UNCOMPRESSED, RequestCompression
 from vllm_kvmerge.engine.usage import REPORT_KEY, STEPS_KEY, STREAM, USAGE_KEY, CacheSize
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionConfig
 from vllm_kvmerge.request.proof import PROOFS_KEY
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL, CompressionSpec
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
@@ -99,7 +99,7 @@ class Account:
     the last size that was noted, at ``noted_at`` tokens."""
 
     request: "Request"
-    config: CompressionConfig | None
+    config: CompressionSpec | None
     compression: RequestCompression | None
     is_proven: bool = True
     steps: Steps | None = None
@@ -270,7 +270,7 @@ class Accounts:
         self,
         request: "Request",
         extra: dict[str, Any],
-        config: CompressionConfig | None,
+        config: CompressionSpec | None,
         compression: RequestCompression | None,
     ) -> None:
         """Opens a request's account. extra: its ``extra_args``. Raises what the policy's parts raise."""

@@ -9,11 +9,11 @@ from vllm_kvmerge.engine.schedule import RequestCompression, cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.limits import Limits
-from vllm_kvmerge.request.parameters import (
+from vllm_kvmerge.request.spec import (
     EXTRA_ARGS_KEY,
     FULL,
-    CompressionConfig,
     CompressionError,
+    CompressionSpec,
     parse_compression,
 )
 
@@ -25,15 +25,15 @@ class Admission:
     """
 
     def __init__(self, default: Any, model: EngineModel, limits: Limits, max_model_len: int, engine: int) -> None:
-        self._default, self._model, self.limits = default, model, limits
+        self._default, self._model, self.limits = parse_compression(default), model, limits
         self._max_model_len, self._engine = max_model_len, engine
         self.refused: dict[str, str] = {}
         """Why parts are not used again, by kind and name."""
 
-    def config(self, request: Request, asked: Any) -> CompressionConfig | None:
+    def config(self, request: Request, asked: Any) -> CompressionSpec | None:
         """What the request asks for, for this model; None for no compression. asked: its ``kv_compression``. Raises
         CompressionError."""
-        config = parse_compression(self._default if asked is None else asked)
+        config = self._default if asked is None else parse_compression(asked)
         if request.resumable:
             # Its prompt grows by turns, which limits do not cover, and vLLM takes tokens back between them.
             if asked is not None and config is not None:
@@ -43,7 +43,7 @@ class Admission:
         count_request(config.name if config else FULL, self._engine, parts)
         return None if config is None else config.for_model(self._model)
 
-    def schedule(self, request: Request, config: CompressionConfig | None, free: int) -> RequestCompression | None:
+    def schedule(self, request: Request, config: CompressionSpec | None, free: int) -> RequestCompression | None:
         """When the request is compressed; None: never. free: blocks of the pool that no context is kept in.
 
         Has it end with what fits into the pool, as vLLM has it end with what the model can read. Raises
@@ -75,7 +75,7 @@ class Admission:
         # What it has generated need not fit beside its prompt when it is computed again.
         return (self.limits.pool_tokens or self._max_model_len) - self.limits.window_slots(schedule.total)
 
-    def _limit_to_pool(self, request: Request, config: CompressionConfig | None) -> None:
+    def _limit_to_pool(self, request: Request, config: CompressionSpec | None) -> None:
         if request.pooling_params is None:
             self.limits.check_room(config, request.num_prompt_tokens)
             request.max_tokens = min(request.max_tokens, self.limits.most_generated(config, request.num_prompt_tokens))

@@ -26,7 +26,7 @@ from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
 from vllm_kvmerge.policies import PRESETS, load_plugins
 from vllm_kvmerge.request.limits import Limits, ModelShape
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -14,7 +14,7 @@ from vllm_kvmerge.engine.messages import Failure
 from vllm_kvmerge.engine.metrics import FAILED
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STATUS_KEY
 from vllm_kvmerge.policies.errors import PartError, describe
-from vllm_kvmerge.request.parameters import CompressionError
+from vllm_kvmerge.request.spec import CompressionError
 
 logger = init_logger(__name__)
 

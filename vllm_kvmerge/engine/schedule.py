@@ -10,7 +10,7 @@ from typing import Literal
 
 from vllm_kvmerge.engine.messages import FrontReport
 from vllm_kvmerge.request.limits import Limits
-from vllm_kvmerge.request.parameters import CompressionConfig
+from vllm_kvmerge.request.spec import CompressionSpec
 
 
 def cdiv(number: int, unit: int) -> int:
@@ -85,7 +85,7 @@ class RequestCompression:
     The policy's parts are queried once, in ``of``, so that none of them can raise during a step.
     """
 
-    config: CompressionConfig
+    config: CompressionSpec
     num_prompt_tokens: int
     context: int
     chunk: int | None
@@ -106,7 +106,7 @@ class RequestCompression:
 
     @classmethod
     def of(
-        cls, config: CompressionConfig, num_prompt_tokens: int, max_tokens: int, limits: Limits
+        cls, config: CompressionSpec, num_prompt_tokens: int, max_tokens: int, limits: Limits
     ) -> "RequestCompression":
         context, window = config.resolve_context(num_prompt_tokens), config.prompt_window
         max_tokens = limits.possible_tokens(num_prompt_tokens, max_tokens)

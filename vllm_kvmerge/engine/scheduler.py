@@ -52,7 +52,7 @@ from vllm_kvmerge.engine.support import check_config
 from vllm_kvmerge.engine.usage import CacheSize
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.limits import KEPT_SHARE
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL
 
 _new_tokens = attrgetter("new_token_ids")
 

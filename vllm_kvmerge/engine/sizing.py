@@ -10,7 +10,7 @@ from vllm_kvmerge.engine.arguments import request_limits
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
 from vllm_kvmerge.engine.schedule import UNCOMPRESSED, RequestCompression, cdiv
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.request.parameters import CompressionConfig
+from vllm_kvmerge.request.spec import CompressionSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,7 +65,7 @@ class Sizing:
 
 
 def size(
-    vllm_config: "VllmConfig", memory: int, context: int, answer: int, config: CompressionConfig | None
+    vllm_config: "VllmConfig", memory: int, context: int, answer: int, config: CompressionSpec | None
 ) -> tuple[Sizing, Sizing]:
     """Requests with a prompt of ``context`` tokens and ``answer`` new ones: without compression on stock vLLM, and with
     ``config`` (None: without) on ours.

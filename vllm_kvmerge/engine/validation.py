@@ -19,12 +19,13 @@ from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import Limits
-from vllm_kvmerge.request.parameters import (
+from vllm_kvmerge.request.spec import (
     EXTRA_ARGS_KEY,
     KEPT_CONTEXT,
-    CompressionConfig,
     CompressionError,
+    CompressionSpec,
     parse_compression,
+    text_of,
     unlocated,
 )
 
@@ -87,7 +88,7 @@ _limits: Limits | None = None
 _model: EngineModel | None = None
 """A server's model."""
 
-_default: dict[str, Any] | str | None = None
+_default: CompressionSpec | None = None
 """Compression of a server's requests that do not bring their own."""
 
 
@@ -107,7 +108,7 @@ async def enforce_limits(engine_client: "EngineClient") -> None:
         pool_tokens=(num_blocks - 1) * block_size,
         window_blocks=tuple((most, size) for most, size in windows),
     )
-    _default = plugin_config(config).default
+    _default = parse_compression(plugin_config(config).default)
 
 
 class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
@@ -122,9 +123,14 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises CompressionError, which vLLM turns into a VLLMValidationError with the same message."""
+        """Puts canonical text in the place of ``kv_compression``, which scheduler and workers look up.
+
+        Raises CompressionError, which vLLM turns into a VLLMValidationError with the same message.
+        """
         compat.install_front_end(check_prompt)  # offline, nothing of ours is called earlier
-        _requested(sampling_params)
+        extra = sampling_params.extra_args or {}
+        if (asked := extra.get(EXTRA_ARGS_KEY)) is not None and (text := text_of(parse_compression(asked))) != asked:
+            sampling_params.extra_args = extra | {EXTRA_ARGS_KEY: text}
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -139,10 +145,6 @@ class CompressionValidator(LogitsProcessorV1, LogitsProcessorV2):
         return logits
 
 
-def _requested(params: SamplingParams) -> CompressionConfig | None:
-    return parse_compression((params.extra_args or {}).get(EXTRA_ARGS_KEY, _default))
-
-
 def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | PoolingParams") -> None:
     """Checks what depends on the prompt's length, after ``validate_params``.
 
@@ -154,7 +156,8 @@ def check_prompt(processed_inputs: "EngineInput", params: "SamplingParams | Pool
         return
     try:
         _check_key(params)
-        config = _requested(params)
+        extra = params.extra_args or {}
+        config = parse_compression(extra[EXTRA_ARGS_KEY]) if EXTRA_ARGS_KEY in extra else _default
         _, prompt = split_enc_dec_input(processed_inputs)
         token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
         num_tokens = length_from_prompt_token_ids_or_embeds(token_ids, embeds)
@@ -180,7 +183,7 @@ def _check_key(params: SamplingParams) -> None:
 
 
 def _check_config(
-    config: CompressionConfig, token_ids: list[int] | None, num_tokens: int, params: SamplingParams
+    config: CompressionSpec, token_ids: list[int] | None, num_tokens: int, params: SamplingParams
 ) -> None:
     if (prefix := PREFIX.get()) is not None:
         prefix.check(token_ids)

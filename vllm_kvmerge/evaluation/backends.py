@@ -14,7 +14,7 @@ from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import EndpointOptions, EngineOptions
 from vllm_kvmerge.evaluation.tasks.base import Tokenizer
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:
     import httpx

@@ -24,7 +24,7 @@ from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.tasks import load_tasks
 from vllm_kvmerge.evaluation.tasks.base import Task
 from vllm_kvmerge.policies.fields import Budget
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
 DEMO = "demo"
 CONTEXT_TOKENS = "context_tokens"

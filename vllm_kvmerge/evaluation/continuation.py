@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from vllm_kvmerge.request.parameters import compression
+from vllm_kvmerge.request.spec import compression
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import EvalConfig
 from vllm_kvmerge.evaluation.summary import Budget, CellSummary, TaskSummary, columns_of, number
-from vllm_kvmerge.request.parameters import FULL
+from vllm_kvmerge.request.spec import FULL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -57,6 +57,23 @@ def choose(preset: Preset, overrides: Mapping[str, str]) -> PartNames:
     raise ValueError(max(misfits, key=misfits.count))
 
 
+def replaceable(preset: Preset, overrides: Mapping[str, str]) -> tuple[str, str]:
+    """A kind that ``overrides`` name and the parts, in words, with which the rest would fit; empty: there is none."""
+
+    def fits(kind: str, name: str) -> bool:
+        try:
+            choose(preset, {**overrides, kind: name})
+        except ValueError:
+            return False
+        return True
+
+    for kind in ("merger", "selector", "allocator", "tracker"):
+        fitting = [name for name in PARTS[kind] if kind in overrides and fits(kind, name)]
+        if fitting:
+            return kind, ", ".join(sorted(fitting))
+    return "", ""
+
+
 def _ambiguous_field(parts: Mapping[str, type[Part]]) -> str | None:
     """Says which field means different things to two parts; they may share one, such as a number of sinks."""
     owners: dict[str, str] = {}

@@ -7,8 +7,8 @@ from typing import Any
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.base import Part
 from vllm_kvmerge.policies.choice import PartNames
-from vllm_kvmerge.request.parameters import FULL, request_schema
 from vllm_kvmerge.request.recommended import with_policy
+from vllm_kvmerge.request.schema import FULL, request_schema
 
 
 def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]:
@@ -31,14 +31,17 @@ def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]
         defaults = {name: fields[name]["default"] for name in fields if name not in ("policy", "decode", *parts)}
         shown = {"name": preset.name, "source": preset.source, "parts": parts, "decode": preset.decode}
         presets.append(shown | {"defaults": defaults})
-    parts_by_kind = {kind: [_describe(part) for part in parts.values()] for kind, parts in PARTS.items()}
     cases: dict[str, dict[str, Any]] = {"known": {}, "later": {"context_tokens": 1}}
-    recommended = {case: with_policy(field)["policy"] for case, field in cases.items()}
-    return {"presets": presets, "parts": parts_by_kind, "schema": schema, "recommended": recommended}
+    return {
+        "presets": presets,
+        "parts": {kind: [_describe(part) for part in parts.values()] for kind, parts in PARTS.items()},
+        "schema": schema,
+        "recommended": {case: with_policy(field)["policy"] for case, field in cases.items()},
+    }
 
 
 def _describe(part: type[Part]) -> dict[str, Any]:
-    properties = part.model_json_schema().get("properties", {})
+    """summary: the first paragraph of the docstring in one line, or the part's source if it has none."""
     fields = [
         {
             "name": name,
@@ -47,14 +50,10 @@ def _describe(part: type[Part]) -> dict[str, Any]:
             "description": field.get("description", ""),
             "schema": {key: value for key, value in field.items() if key not in ("title", "default", "description")},
         }
-        for name, field in properties.items()
+        for name, field in part.model_json_schema().get("properties", {}).items()
     ]
-    return {"name": part.name, "source": part.source, "summary": _summary(part), "fields": fields}
-
-
-def _summary(part: type[Part]) -> str:
-    """First paragraph of the docstring in one line, or the part's source if it has none."""
-    return " ".join(inspect.cleandoc(part.__doc__ or part.source).partition("\n\n")[0].replace("``", "").split())
+    summary = inspect.cleandoc(part.__doc__ or part.source).partition("\n\n")[0].replace("``", "")
+    return {"name": part.name, "source": part.source, "summary": " ".join(summary.split()), "fields": fields}
 
 
 def type_text(field: dict[str, Any]) -> str:

@@ -52,23 +52,17 @@ class CompressionProof(BaseModel):
     @classmethod
     def of_all(cls, proofs: "Sequence[CompressionProof]") -> "CompressionProof":
         """That of an answer with several sequences, which all asked for the same."""
-        first = proofs[0]
         if len(proofs) == 1:
-            return first
+            return proofs[0]
         sums = ("tokens", "blocks_returned", "compressions", "merged", "evicted", "reused_tokens")
-        entries = [proof.entries for proof in proofs]
-        return first.model_copy(
-            update={
-                "sequences": len(proofs),
-                "entries": EntriesKept(
-                    mean=sum(one.mean for one in entries) / len(entries),
-                    least=min((one.least for one in entries if one.least is not None), default=None),
-                    most=max((one.most for one in entries if one.most is not None), default=None),
-                ),
-                "bytes": BytesHeld(
-                    end=sum(proof.bytes.end for proof in proofs), peak=sum(proof.bytes.peak for proof in proofs)
-                ),
-                "notes": list(dict.fromkeys(note for proof in proofs for note in proof.notes)),
-                **{name: sum(getattr(proof, name) for proof in proofs) for name in sums},
-            }
+        entries, held = [proof.entries for proof in proofs], [proof.bytes for proof in proofs]
+        update: dict[str, Any] = {name: sum(getattr(proof, name) for proof in proofs) for name in sums}
+        update["sequences"] = len(proofs)
+        update["entries"] = EntriesKept(
+            mean=sum(one.mean for one in entries) / len(entries),
+            least=min((one.least for one in entries if one.least is not None), default=None),
+            most=max((one.most for one in entries if one.most is not None), default=None),
         )
+        update["bytes"] = BytesHeld(end=sum(one.end for one in held), peak=sum(one.peak for one in held))
+        update["notes"] = list(dict.fromkeys(note for proof in proofs for note in proof.notes))
+        return proofs[0].model_copy(update=update)

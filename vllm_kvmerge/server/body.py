@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
-from vllm_kvmerge.request.parameters import CompressionError
+from vllm_kvmerge.request.spec import CompressionError
 
 SINGLE_HEADERS = (b"authorization", b"content-encoding", b"content-length", b"content-type", b"transfer-encoding")
 """Headers that may occur once: of two, one parser would take the first and another the last."""

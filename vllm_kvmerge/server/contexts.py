@@ -22,8 +22,8 @@ from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.saved_contexts import is_saved, remove, remove_expired, save
 from vllm_kvmerge.engine.validation import KEEPS_CONTEXT
 from vllm_kvmerge.policies import PARTS
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
-from vllm_kvmerge.request.parameters import FULL, KEPT_CONTEXT, CompressionError, parse_compression
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
+from vllm_kvmerge.request.spec import FULL, KEPT_CONTEXT, CompressionError, parse_compression
 from vllm_kvmerge.server.body import Refusal, as_refusal
 from vllm_kvmerge.server.messages import (
     CHAT_ROUTE,

@@ -16,8 +16,9 @@ from vllm_kvmerge.engine.saved_contexts import load_all
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.policies import PRESETS, TRACKERS
 from vllm_kvmerge.request.catalogue import describe_policies
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, FULL, field_schema
 from vllm_kvmerge.request.proof import CompressionProof
+from vllm_kvmerge.request.schema import FULL, field_schema
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, keeps_contexts
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from vllm_kvmerge.engine.validation import Prefix
 from vllm_kvmerge.policies.fields import MAX_RANGES
 from vllm_kvmerge.policies.protection import disjoint
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY, CompressionConfig, CompressionError, unlocated
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, CompressionError, CompressionSpec, unlocated
 
 CHAT_ROUTE = "/v1/chat/completions"
 
@@ -35,9 +35,7 @@ class UnknownModelError(Exception):
     """The server does not have the model whose tokens were asked for."""
 
 
-async def locate(
-    config: CompressionConfig, request: dict[str, Any], tokenize: Tokenize
-) -> tuple[dict[str, Any], Prefix]:
+async def locate(config: CompressionSpec, request: dict[str, Any], tokenize: Tokenize) -> tuple[dict[str, Any], Prefix]:
     """The ``kv_compression`` of a chat with tokens in place of messages, and what the prompt must begin with for that
     to hold.
 

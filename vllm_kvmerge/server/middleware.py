@@ -15,8 +15,8 @@ from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.usage import USAGE_KEY
 from vllm_kvmerge.engine.validation import PREFIX, VERDICT, Prefix, Verdict
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
-from vllm_kvmerge.request.parameters import IN_TOKENS, KEPT_CONTEXT, CompressionError, parse_compression
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
+from vllm_kvmerge.request.spec import IN_TOKENS, KEPT_CONTEXT, CompressionError, parse_compression, text_of
 from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal, as_refusal, holders
 from vllm_kvmerge.server.contexts import CHECKED_APP, COMPLETIONS_ROUTE, CONTEXTS_ROUTE, with_context
 from vllm_kvmerge.server.messages import CHAT_ROUTE, UnknownModelError, locate, tokenizer_of
@@ -192,8 +192,8 @@ class _Exchange:
         except UnknownModelError:
             return body  # vLLM reports the error
         PREFIX.set(prefix)
-        parse_compression(value)  # the budget may be too small for them
-        data["vllm_xargs"][FIELD] = json.dumps(value)
+        # The budget may be too small for them.
+        data["vllm_xargs"][FIELD] = text_of(parse_compression(value))
         return json.dumps(data).encode()
 
     async def send(self, message: Message) -> None:
@@ -304,7 +304,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _move_field(data: dict[str, Any], carrier: tuple[str, ...]) -> bool:
-    """Checks the field and moves it into its carrier, as JSON text; False if nothing has to move."""
+    """Checks the field and moves it into its carrier, as canonical JSON text; False if that is there already."""
     holder = data
     for key in carrier[:-1]:
         holder = holder.get(key)  # type: ignore[assignment]
@@ -319,11 +319,8 @@ def _move_field(data: dict[str, Any], carrier: tuple[str, ...]) -> bool:
     if field is not None and inner is not None:
         raise CompressionError(FIELD, f"given twice, also in {'.'.join(carrier)}; allowed: one of them", "given_twice")
     value = inner if field is None else _checked_object(field)
-    parse_compression(value)
-    if isinstance(value, str):
-        return False
-    holder[carrier[-1]] = carried | {FIELD: json.dumps(value)}
-    return True
+    holder[carrier[-1]] = carried | {FIELD: text_of(parse_compression(value))}
+    return holder[carrier[-1]] != carried
 
 
 def _checked_object(field: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STATUS_KEY, STEPS_KEY
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
 from vllm_kvmerge.request.proof import PROOFS_KEY, CompressionProof
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

@@ -7,8 +7,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvmerge.engine.arguments import is_asked
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY as FIELD
-from vllm_kvmerge.request.parameters import CompressionError
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
+from vllm_kvmerge.request.spec import CompressionError
 from vllm_kvmerge.server.body import BODILESS_METHODS, as_refusal, holders
 
 HOW_TO = "start it by vllm-kvmerge serve MODEL, or vllm serve MODEL --additional-config '{\"kvmerge\": {}}'"

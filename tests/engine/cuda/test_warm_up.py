@@ -39,7 +39,7 @@ from vllm_kvmerge.engine.worker.cuda_worker import KVMergeCUDAWorker  # noqa: E4
 from vllm_kvmerge.engine.worker.warm_up import AttentionKind  # noqa: E402
 from vllm_kvmerge.ops import ScoreMode, ScoreUpdate  # noqa: E402
 from vllm_kvmerge.policies import PRESETS  # noqa: E402
-from vllm_kvmerge.request.parameters import parse_compression  # noqa: E402
+from vllm_kvmerge.request.spec import parse_compression  # noqa: E402
 
 MAX_BLOCKS = 128
 """Of a row: as many entries as chunks are cut into pieces for."""

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from vllm_kvmerge.policies import PRESETS
-from vllm_kvmerge.request.parameters import CompressionError, parse_compression
+from vllm_kvmerge.request.spec import CompressionError, parse_compression
 
 NUM_FIELDS = 180
 

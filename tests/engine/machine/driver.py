@@ -20,7 +20,7 @@ from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.messages import Kind, attached_step
 from vllm_kvmerge.engine.spreading import Pace
 from vllm_kvmerge.engine.usage import USAGE_KEY
-from vllm_kvmerge.request.parameters import EXTRA_ARGS_KEY
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
 
 LEAST_STEPS, STEPS_PER_TOKEN = 300, 10
 """Bound on the steps in which all requests end, once nothing is in their way: preempted ones are computed again."""

@@ -32,7 +32,7 @@ from vllm_kvmerge.engine.messages import (
     attach,
     attached_step,
 )
-from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
+from vllm_kvmerge.request.spec import CompressionSpec, parse_compression
 
 NUM_TOKEN_IDS = 40
 STEP_SECONDS = 0.02
@@ -431,7 +431,7 @@ class Worker:
             # A gap ends what has been scored.
             sequence.scored = (first if end in (start, first) or sequence.scored is None else start), sequence.computed
 
-    def _check_scored(self, plan: Compress, sequence: Sequence, config: CompressionConfig) -> None:
+    def _check_scored(self, plan: Compress, sequence: Sequence, config: CompressionSpec) -> None:
         """Checks that the queries that a first compression needs have been scored, or kept."""
         name, end, tracker = plan.request_id, plan.num_tokens, config.policy.tracker
         if tracker.repeats_context:
@@ -546,7 +546,7 @@ class Worker:
         own_front = Counter(in_windows if self._copies(name) else ())
         self._check_sole(in_windows, f"is turned by the compression of {name}", own_front)
 
-    def _check_purpose(self, plan: Compress, sequence: Sequence, config: CompressionConfig) -> None:
+    def _check_purpose(self, plan: Compress, sequence: Sequence, config: CompressionSpec) -> None:
         context = self.asked[plan.request_id].context
         if plan.is_of_context:
             assert (plan.purpose == "part") == (plan.seq_len < context), f"{plan.request_id} is compressed too early"
@@ -641,7 +641,7 @@ class Worker:
             self.content[ids, positions % BLOCK_SIZE] ^= turn
             self.events["windows turned"] += 1
 
-    def _note_course(self, name: str, sequence: Sequence, plan: Compress, config: CompressionConfig) -> None:
+    def _note_course(self, name: str, sequence: Sequence, plan: Compress, config: CompressionSpec) -> None:
         """Checks that a request that is computed again goes through the same compressions."""
         sequence.course.append((plan.seq_len, plan.num_tokens, sequence.places, plan.new_front, plan.budget))
         if config.awaits_pressure or sequence.is_adopted:

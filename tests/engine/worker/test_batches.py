@@ -21,7 +21,7 @@ from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
 from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Entries, pausing
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.errors import as_part_error
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 NUM_LAYERS, NUM_HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 2, 16, 16, 128
 BUDGET, INTERVAL = 50, 16

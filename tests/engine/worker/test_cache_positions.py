@@ -13,7 +13,7 @@ from vllm_kvmerge.engine.worker.compaction import Compaction
 from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import PagedKVCache, cell_bytes, write_tokens
 from vllm_kvmerge.policies import DEAD
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 LAYERS, HEADS, SIZE, BLOCK = 2, 3, 32, 16
 PROMPT, ROUNDS, NEW, BUDGET, WINDOW = 90, 12, 13, 40, 24

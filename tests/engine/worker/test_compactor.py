@@ -18,7 +18,7 @@ from vllm_kvmerge.ops import (
     paged_attention,
     score_prompt_queries,
 )
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 NUM_HEADS, HEAD_SIZE, SCALE = 3, 32, 32**-0.5
 EMA = ScoreUpdate(ScoreMode.LOG_EMA, 0.9)

@@ -15,7 +15,7 @@ from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.policies import CompressionPolicy
 from vllm_kvmerge.policies.bounds import time_limit
 from vllm_kvmerge.policies.errors import OutOfTime, PartError, PartTimeout
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 MAX_SECONDS = 1.0
 

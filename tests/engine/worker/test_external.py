@@ -15,7 +15,7 @@ from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.ops import score_prompt_queries
 from vllm_kvmerge.ops.types import QUANTISED
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 HEADS, GROUP, SIZE, SCALE, LAYERS = 2, 3, 32, 32**-0.5, 2
 

@@ -29,7 +29,7 @@ from vllm_kvmerge.ops import (
 )
 from vllm_kvmerge.policies import Allocator, CompressionPolicy
 from vllm_kvmerge.request.limits import Limits, ModelShape
-from vllm_kvmerge.request.parameters import parse_compression
+from vllm_kvmerge.request.spec import parse_compression
 
 LAYERS, HEADS, GROUP, SIZE, BLOCK, SCALE = 4, 2, 2, 32, 16, 32**-0.5
 PROMPT, GENERATED, NUM_BLOCKS = 203, 300 // examples.share, 48

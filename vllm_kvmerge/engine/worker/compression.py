@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ from vllm_kvmerge.ops import (
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.policies.rotation import Rotation
-from vllm_kvmerge.request.parameters import CompressionConfig, parse_compression
+from vllm_kvmerge.request.spec import CompressionSpec
 
 logger = init_logger(__name__)
 
@@ -131,22 +130,14 @@ NewRows = tuple[str, int, int, list[int]]
 """A request's id, a group of layers, and a place in its block table from which on it has blocks with other ids."""
 
 
-def score_update(config: CompressionConfig) -> ScoreUpdate:
+def score_update(config: CompressionSpec) -> ScoreUpdate:
     tracker = config.policy.tracker
     return ScoreUpdate(ScoreMode(tracker.mode), tracker.update_decay)
 
 
-def position_shift(config: CompressionConfig, state: RequestState) -> int:
+def position_shift(config: CompressionSpec, state: RequestState) -> int:
     """``RequestState.shift`` for its front and tail."""
     return state.front - state.tail if config.positions == "cache" else 0
-
-
-@lru_cache(maxsize=256)
-def parse_known(text: str) -> CompressionConfig:
-    """A configuration that the scheduler has parsed before; the same text comes with every compression."""
-    config = parse_compression(text)
-    assert config is not None
-    return config
 
 
 class Compression:
@@ -375,7 +366,7 @@ class Compression:
 
     def _adopted(self, adoption: Adopt) -> RequestState:
         """The state of a request that begins with a front."""
-        config, front = parse_known(adoption.compression), self._fronts[adoption.key]
+        config, front = CompressionSpec.of(adoption.compression), self._fronts[adoption.key]
         state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table, found=front.found)
         state.shift = position_shift(config, state)
         self._track(state, config, adoption.is_partial)
@@ -387,8 +378,8 @@ class Compression:
             state.ring.fill(front.queries, adoption.num_tokens)
         return state
 
-    def _track(self, state: RequestState, config: CompressionConfig, is_partial: bool = False) -> None:
-        """Has attention go on with a compressed request's scores as its policy asks (``CompressionConfig.tracks``)."""
+    def _track(self, state: RequestState, config: CompressionSpec, is_partial: bool = False) -> None:
+        """Has attention go on with a compressed request's scores as its policy asks (``CompressionSpec.tracks``)."""
         tracks = config.tracks(is_partial)
         state.update = score_update(config) if tracks else NO_UPDATE
         state.predicts = tracks and config.policy.tracker.predicts_scores
@@ -417,7 +408,7 @@ class Compression:
             return self._repeating_row(chunk, num_scheduled, seq_len)
         if window is None or window.start >= seq_len:
             return PLAIN
-        config = parse_known(window.compression)
+        config = CompressionSpec.of(window.compression)
         if state is None:
             state = self.states[request_id] = self._new_state(config, num_computed, seq_len, window.query_window)
         if state.prompt_scores is None:
@@ -526,7 +517,7 @@ class Compression:
         """True if Python code must see this step's queries, which rules out a captured graph."""
         return any(row.needs_python for row in self.rows(order))
 
-    def _new_state(self, config: CompressionConfig, num_computed: int, seq_len: int, query_window: int) -> RequestState:
+    def _new_state(self, config: CompressionSpec, num_computed: int, seq_len: int, query_window: int) -> RequestState:
         """A state with room for the prompt scores and queries, from position ``num_computed`` on, that the policy
         needs."""
         state, layers = RequestState(), self.compactor.layers
@@ -630,7 +621,7 @@ class Compression:
         self, plan: Compress, moves: list[MoveWindow], pages: HeadPages | None, found: Arriving | None
     ) -> None:
         """Notes what a compression has made of its request's cache. pages, found: of ``Execution``."""
-        config, state = parse_known(plan.compression), self.states[plan.request_id]
+        config, state = CompressionSpec.of(plan.compression), self.states[plan.request_id]
         state.front, state.tail, state.pages, state.found = plan.new_front, plan.num_tokens, pages, found
         state.table = None if pages is None else self._table(pages)
         before, state.shift = state.shift, position_shift(config, state)
@@ -662,7 +653,7 @@ class Compression:
         """Reports what a step's compressions came to. earlier: seconds spent on each in steps before. started: when
         these began."""
         heads, request_ids = HeadShare.of(self._config), [plan.request_id for plan in step.compress]
-        policies = [parse_known(plan.compression).name for plan in step.compress]
+        policies = [CompressionSpec.of(plan.compression).name for plan in step.compress]
         num_heads = len(self.compactor.layers) * self.compactor.num_kv_heads
         self.reporter.add_timings(done.timings, step.is_awaited)
         self.reporter.add_failures(request_ids, done.failures, heads)
@@ -679,7 +670,7 @@ class Compression:
     def _compaction(self, plan: Compress, blocks: Tensor) -> tuple[Compaction, PartError | None]:
         """A compression with its request's state, and why it cannot be carried out as it should. blocks: of the
         request."""
-        config, state = parse_known(plan.compression), self.states.setdefault(plan.request_id, RequestState())
+        config, state = CompressionSpec.of(plan.compression), self.states.setdefault(plan.request_id, RequestState())
         is_first = not state.tail
         # Statistics are made anew of a context's later parts, and of what has waited for pressure.
         window = config.rescoring_window if config.awaits_pressure or (plan.is_of_context and not is_first) else 0
@@ -733,7 +724,7 @@ class Compression:
         """The table that attention reads instead of ``pages``; None: there is none on the CPU."""
         return None
 
-    def _with_complete(self, compaction: Compaction, config: CompressionConfig, state: RequestState) -> Compaction:
+    def _with_complete(self, compaction: Compaction, config: CompressionSpec, state: RequestState) -> Compaction:
         """Completes the request's complete cache; a refresh then starts from it. Raises OSError or RuntimeError
         if it has no room."""
         plan, pool = compaction.plan, self.compactor.layers

@@ -19,12 +19,13 @@ from vllm_kvmerge.engine.attention.common import DTYPES
 from vllm_kvmerge.engine.attention.cuda import CUDAAttentionImpl, shortest_chunk
 from vllm_kvmerge.engine.blocks import MERGEABLE_SPECS
 from vllm_kvmerge.engine.worker import warm_up
-from vllm_kvmerge.engine.worker.compression import Compression, parse_known
+from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.engine.worker.warm_up import AttentionKind
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
 from vllm_kvmerge.policies import PRESETS
+from vllm_kvmerge.request.spec import CompressionSpec
 
 logger = init_logger(__name__)
 
@@ -121,7 +122,7 @@ class CUDACompression(Compression):
             )
         warm_up.attention(kinds, self._max_blocks)
         names = [name for name in PRESETS if limits.allowed_policies is None or name in limits.allowed_policies]
-        policies = [parse_known(json.dumps({"policy": name, "budget": warm_up.BUDGET})).policy for name in names]
+        policies = [CompressionSpec.of(json.dumps({"policy": name, "budget": warm_up.BUDGET})).policy for name in names]
         warm_up.compactions(self.compactor, policies, dtype, limits.head_pages)
         if self.compactor.rotation is not None and not self.has_states:  # otherwise positions are those of the text
             warm_up.windows(self._windows.values())

@@ -19,13 +19,15 @@ from vllm_kvmerge.policies.mergers import ZipMerger
 from vllm_kvmerge.policies.selectors import HeavyHitter, Recent, WindowTopK
 from vllm_kvmerge.policies.trackers import LogEmaTracker, SumTracker
 from vllm_kvmerge.request.catalogue import describe_policies
-from vllm_kvmerge.request.parameters import (
+from vllm_kvmerge.request.schema import request_schema
+from vllm_kvmerge.request.spec import (
     EXTRA_ARGS_KEY,
     FULL,
     CompressionError,
+    CompressionSpec,
     compression,
     parse_compression,
-    request_schema,
+    text_of,
 )
 
 
@@ -38,6 +40,15 @@ def test_what_may_be_given():
     assert parse_compression(compression(**value)[EXTRA_ARGS_KEY]) == parse_compression(value)
     with pytest.raises(ValueError, match=r"kv_compression\.budget"):
         compression("keepkv", budget=-1)
+
+
+def test_a_process_keeps_one_object_per_text():
+    value, model = {"policy": "grkv", "budget": 64}, ServedModel("mistral")
+    spec = parse_compression(value)
+    for same in (dict(reversed(value.items())), json.dumps(value, indent=1), compression(**value)[EXTRA_ARGS_KEY]):
+        assert parse_compression(same) is spec
+    assert spec.for_model(model) is spec.for_model(model) is CompressionSpec.of(spec.for_model(model).text)
+    assert text_of(parse_compression({"policy": FULL})) == '{"policy": "full"}'
 
 
 def test_fields_reach_the_parts_and_the_presets_defaults_stay():
