@@ -20,7 +20,7 @@ from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.compaction import Compaction
 from vllm_kvmerge.engine.worker.compactor import Compactor
-from vllm_kvmerge.engine.worker.compression import score_update
+from vllm_kvmerge.engine.worker.rows import score_update
 from vllm_kvmerge.evaluation.summary import print_table
 from vllm_kvmerge.ops import (
     NO_UPDATE,

@@ -15,9 +15,9 @@ from tests.engine.cuda.gpu import GPU, OnGPU, SimulatedGPU  # noqa: E402
 from tests.engine.worker.test_batches import GROUPS, HEAD_SIZE, NUM_HEADS, Worker  # noqa: E402
 from vllm_kvmerge import ops  # noqa: E402
 from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing  # noqa: E402
-from vllm_kvmerge.engine.worker.compression import score_update  # noqa: E402
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression  # noqa: E402
 from vllm_kvmerge.engine.worker.external import ExternalCache  # noqa: E402
+from vllm_kvmerge.engine.worker.rows import score_update  # noqa: E402
 from vllm_kvmerge.ops import PagedKVCache  # noqa: E402
 from vllm_kvmerge.policies import PRESETS  # noqa: E402
 

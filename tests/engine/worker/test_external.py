@@ -11,8 +11,8 @@ from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.worker.compaction import Compaction
 from vllm_kvmerge.engine.worker.compactor import Compactor
-from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.engine.worker.external import ExternalCache
+from vllm_kvmerge.engine.worker.rows import score_update
 from vllm_kvmerge.ops import score_prompt_queries
 from vllm_kvmerge.ops.types import QUANTISED
 from vllm_kvmerge.request.spec import parse_compression

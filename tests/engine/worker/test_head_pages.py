@@ -15,8 +15,8 @@ from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.schedule import RequestCompression, Segments
 from vllm_kvmerge.engine.worker.compaction import Compaction
 from vllm_kvmerge.engine.worker.compactor import Compactor
-from vllm_kvmerge.engine.worker.compression import score_update
 from vllm_kvmerge.engine.worker.head_pages import Deal
+from vllm_kvmerge.engine.worker.rows import score_update
 from vllm_kvmerge.ops import (
     NO_UPDATE,
     AttentionBatch,
