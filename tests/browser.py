@@ -1,7 +1,7 @@
 """A headless browser on the page at /kvmerge/ui.
 
-``python -m tests.browser http://127.0.0.1:8000 docs/images/ui.png`` takes the picture in docs/ui.md from a running
-server of the demo model.
+``python -m tests.browser http://127.0.0.1:8000 docs/images/ui.png`` takes the picture in docs/tutorials.md from a
+running server of the demo model.
 """
 
 import argparse

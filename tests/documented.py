@@ -11,16 +11,21 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S)
 
 
-def fences(page: Path) -> list[tuple[str, str]]:
-    """Language and text of each fenced block, as a reader copies it."""
+def fences(page: Path, section: str = "") -> list[tuple[str, str]]:
+    """Language and text of each fenced block, as a reader copies it.
+
+    section: the heading of the second level below which they are; default: the whole page.
+    """
+    text = page.read_text()
+    if section:
+        text = text.split(f"\n## {section}\n")[1].partition("\n## ")[0]
     return [
-        (one["language"], re.sub(rf"^{one['indent']}", "", one["text"], flags=re.M))
-        for one in FENCE.finditer(page.read_text())
+        (one["language"], re.sub(rf"^{one['indent']}", "", one["text"], flags=re.M)) for one in FENCE.finditer(text)
     ]
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [text for name, text in fences(page) if name == language]
+def blocks(page: Path, language: str, section: str = "") -> list[str]:
+    return [text for name, text in fences(page, section) if name == language]
 
 
 def commands(script: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Generated pages of the documentation: ``python -m tests.reference`` writes docs/reference/ anew, from code."""
+"""The generated page of the documentation: ``python -m tests.reference`` writes docs/reference.md anew, from code."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,24 @@ from typing import Any
 from prometheus_client.metrics import MetricWrapperBase
 
 from vllm_kvmerge.engine import metrics
+from vllm_kvmerge.policies import PARTS
+from vllm_kvmerge.policies.base import MAX_TOKENS
 from vllm_kvmerge.policies.fields import CommonFields
 from vllm_kvmerge.request.catalogue import describe_policies, type_text
 
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-NOTE = "This page is written by `python -m tests.reference`, from"
+PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
+
+NOTE = f"""# Reference
+
+Written by `python -m tests.reference`, from code. `GET /kvmerge/policies` returns fields, policies and parts as JSON;
+[the request field](request-field.md) explains them. Where an integer has no upper bound here, it is {MAX_TOKENS}.
+"""
+
+METRICS = """## Metrics
+
+[Operations](operations.md#metrics) has alerts, and `vllm:kvmerge_metrics_write_errors`, which a server adds.
+Labels are `policy` and `engine`, unless the table has others.
+"""
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -23,85 +36,74 @@ def code(value: Any) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def request_page() -> str:
-    """Fields, policies and parts, from the JSON schema that servers check requests by."""
-    found = describe_policies()
-    common = CommonFields.model_json_schema()
-    definitions = common.get("$defs", {})
+def kind_of(field: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """The values that a field's JSON schema allows, without the largest number of tokens."""
+    if "$ref" in field:
+        field = {"type": "object", **definitions[field["$ref"].rpartition("/")[2]]}
+    if field.get("type") == "object" and "properties" in field:
+        return f"object ({', '.join(map(code, field['properties']))})"
+    if "anyOf" in field:
+        return " or ".join(kind_of(one, definitions) for one in field["anyOf"])
+    return type_text({key: value for key, value in field.items() if (key, value) != ("maximum", MAX_TOKENS)})
 
-    def kind_of(field: dict[str, Any]) -> str:
-        if "$ref" in field:
-            field = {"type": "object", **definitions[field["$ref"].rpartition("/")[2]]}
-        if field.get("type") == "object" and "properties" in field:
-            return f"object ({', '.join(map(code, field['properties']))})"
-        return " or ".join(map(kind_of, field["anyOf"])) if "anyOf" in field else type_text(field)
 
-    def shown(value: Any) -> str:
-        return "none" if value is None else code(json.dumps(value))
+def shown(value: Any) -> str:
+    return "none" if value is None else code(json.dumps(value))
 
-    text = f"""# Request reference
 
-{NOTE} the JSON schema of `kv_compression`; a server offers it at
-`GET /kvmerge/policies`. [The request field](../request-field.md) explains it.
-
-## Fields of every policy
-
-A policy may have other defaults, listed [below](#policies).
-
-"""
-    head = ["field", "type", "default", "meaning"]
-    properties = common["properties"].items()
-    fields = [
-        [code(name), kind_of(field), shown(field.get("default")), field.get("description", "")]
-        for name, field in properties
+def common_fields() -> str:
+    schema = CommonFields.model_json_schema()
+    rows = [
+        [code(name), kind_of(field, schema.get("$defs", {})), shown(field.get("default")), field.get("description", "")]
+        for name, field in schema["properties"].items()
     ]
-    kinds = list(found["parts"])
-    policies = []
+    return "## Fields of every policy\n\n" + table(["field", "type", "default", "meaning"], rows)
+
+
+def policies(found: dict[str, Any]) -> str:
+    """Each with its parts, and the defaults in which it differs from these and from other policies."""
+    common = CommonFields.model_json_schema()["properties"]
+    rows = []
     for one in found["presets"]:
-        defaults = [f"{name}: {json.dumps(value)}" for name, value in one["defaults"].items() if value is not None]
-        parts = [code(one["parts"][kind]) if one["parts"] else "" for kind in kinds]
+        usual = {name: field["default"] for name, field in common.items() if "default" in field}
+        for kind, part in one["parts"].items():
+            usual |= {name: field.default for name, field in PARTS[kind][part].model_fields.items()}
+        own = {name: value for name, value in one["defaults"].items() if value != usual[name]}
+        parts = [code(one["parts"][kind]) if one["parts"] else "" for kind in found["parts"]]
         decode = code(one["decode"]) if one["decode"] else ""
-        policies.append([code(one["name"]), *parts, decode, ", ".join(map(code, defaults))])
-    text += table(head, fields)
-    text += "\n## Policies\n\n" + table(["policy", *kinds, "decode", "defaults"], policies)
-    for kind in kinds:
-        text += f"\n## {kind.capitalize()}s\n"
-        for part in found["parts"][kind]:
-            text += f"\n### {kind} {part['name']}\n\n{part['summary']}\n"
-            if part["fields"]:
-                rows = [
-                    [code(one["name"]), one["type"], shown(one["default"]), one["description"]]
-                    for one in part["fields"]
-                ]
-                text += "\n" + table(head, rows)
+        defaults = ", ".join(code(f"{name}: {json.dumps(value)}") for name, value in own.items())
+        rows.append([code(one["name"]), *parts, decode, defaults])
+    return "## Policies\n\n" + table(["policy", *found["parts"], "decode", "own defaults"], rows)
+
+
+def parts(kind: str, described: list[dict[str, Any]]) -> str:
+    text = f"## {kind.capitalize()}s\n"
+    for part in described:
+        text += f"\n### {kind} {part['name']}\n\n{part['summary']}\n" + "\n" * bool(part["fields"])
+        for one in part["fields"]:
+            values = kind_of(one["schema"], one["schema"].get("$defs", {}))
+            text += f"- {code(one['name'])} = {shown(one['default'])}, {values}. {one['description']}\n"
     return text
 
 
-def metrics_page() -> str:
-    """The metrics that the engine defines."""
+def all_metrics() -> str:
+    """Those that the engine defines, in the order of the code."""
     values = [one for value in vars(metrics).values() for one in (value if isinstance(value, list) else [value])]
     rows = []
     for metric in values:
         if isinstance(metric, MetricWrapperBase):
             (family,) = metric.describe()
             name = family.name + "_total" * (family.type == "counter")
-            labels = ", ".join(code(label) for label in metric._labelnames)
-            rows.append([code(name), family.type, labels, family.documentation])
-    return f"""# Metrics reference
-
-{NOTE} the code that defines the metrics. [Operations](../operations.md#metrics) has
-alerts, and `vllm:kvmerge_metrics_write_errors`, which a server has beside these.
-
-{table(["name", "type", "labels", "meaning"], sorted(rows))}"""
+            labels = [] if list(metric._labelnames) == metrics.LABELS else metric._labelnames
+            rows.append([code(name), family.type, ", ".join(map(code, labels)), family.documentation])
+    return METRICS + "\n" + table(["name", "type", "labels", "meaning"], rows)
 
 
-PAGES = {"request.md": request_page, "metrics.md": metrics_page}
-
-
-def main() -> None:
-    for name, write in PAGES.items():
-        (FOLDER / name).write_text(write())
+def page() -> str:
+    found = describe_policies()
+    by_kind = [parts(kind, described) for kind, described in found["parts"].items()]
+    return "\n".join([NOTE, common_fields(), policies(found), *by_kind, all_metrics()])
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())

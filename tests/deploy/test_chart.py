@@ -21,7 +21,7 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 VERSIONS = ("1.27", "1.33")
 KEY = {"apiKey": {"existingSecret": "keys"}}
-TUTORIAL = "docs/tutorials/kubernetes.md"
+TUTORIAL = "docs/tutorials.md"
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
     python -m tests.mutants [WORD...]            those whose fault, symbol or file has a WORD; default: all
     python -m tests.mutants --reach PATH...      measures again which symbols the tests of PATH reach
-    python -m tests.mutants --table              what has come out, as in tests/mutants/README.md
+    python -m tests.mutants --list               what has come out, as in tests/mutants/README.md
 
 First each is tried with the test that README.md names for it. For the others, one run of the fast layer measures which
 tests reach which symbol. Everything is done in copies of the checkout below build/mutants. What a test has found counts
@@ -225,12 +225,8 @@ def results() -> dict[str, dict]:
 
 def earlier_finders() -> dict[str, str]:
     """By fault, the test that README.md names."""
-    rows = (line.split(" | ") for line in (Path(__file__).parent / "README.md").read_text().splitlines())
-    return {
-        row[0].removeprefix("| "): row[2].strip("`| ").replace(r"\|", "|")
-        for row in rows
-        if len(row) == 3 and "::" in row[2]
-    }
+    text = (Path(__file__).parent / "README.md").read_text()
+    return dict(re.findall(r"^- (.*)\. `[^`]*` `(.*::.*)`$", text, re.M))
 
 
 def missing(mutant: Mutant) -> str:
@@ -238,17 +234,16 @@ def missing(mutant: Mutant) -> str:
     return "needs AVX-512" if mutant.needs and not HAS_AVX512 else ""
 
 
-def table() -> str:
-    """Of all mutants, as Markdown."""
+def listed() -> str:
+    """All mutants, as Markdown."""
     done, lines, group = results(), [], ""
     for mutant in mutants():
         if mutant.group != group:
             group = mutant.group
-            lines += ["", f"**{group}**", "", "| fault | in | found by |", "|---|---|---|"]
+            lines += ["", f"**{group}**", ""]
         one = done.get(key(mutant))
         found = (one and one["found_by"] and f"`{one['found_by']}`") or ("**nothing**" if one else missing(mutant))
-        found = (found or "not run").replace("|", r"\|")
-        lines.append(f"| {mutant.fault} | `{mutant.symbol.removeprefix('vllm_kvmerge.')}` | {found} |")
+        lines.append(f"- {mutant.fault}. `{mutant.symbol.removeprefix('vllm_kvmerge.')}` {found or 'not run'}")
     return "\n".join(lines)
 
 
@@ -314,10 +309,10 @@ def main() -> None:
         "--seconds", type=float, default=math.inf, help="of tests for each; what is not found stays to be run"
     )
     parser.add_argument("--reach", nargs="+", metavar="PATH")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
-    if args.table:
-        print(table())
+    if args.list:
+        print(listed())
         return
     BUILD.mkdir(parents=True, exist_ok=True)
     if args.reach:

@@ -1,4 +1,4 @@
-"""The programs of docs/tutorials against real servers: they print what the pages say."""
+"""The programs of docs/tutorials.md against real servers: they print what the page says."""
 
 import json
 import re
@@ -17,13 +17,14 @@ from tests.server.test_readme import run_here
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-PAGES = ROOT / "docs/tutorials"
+PAGE = ROOT / "docs/tutorials.md"
+DOCUMENT, CHAT = "Twenty questions about one document", "A chat of ten turns"
+PRESSURE, KUBERNETES = "A server default under pressure", "On Kubernetes"
 
 
-def printed(name: str, server: Server, tmp_path: Path) -> tuple[list[str], list[str]]:
-    """Lines that the page's program prints, and those of the page."""
-    page = PAGES / f"{name}.md"
-    (program,), (shown,) = blocks(page, "python"), blocks(page, "text")
+def printed(section: str, server: Server, tmp_path: Path) -> tuple[list[str], list[str]]:
+    """Lines that the section's program prints, and those of the page."""
+    (program,), (shown,) = blocks(PAGE, "python", section), blocks(PAGE, "text", section)
     file = tmp_path / "tutorial.py"
     file.write_text(program.replace("http://127.0.0.1:8000", server.url))
     return run_here(server, [f".venv/bin/python {file}"])[0].splitlines(), shown.splitlines()
@@ -35,8 +36,8 @@ def numbers(lines: list[str], unit: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """As the page on pressure starts it, with as many blocks: tests have twice the bytes of its dtype."""
-    (command,) = blocks(PAGES / "pressure.md", "sh")
+    """As the section on pressure starts it, with as many blocks: tests have twice the bytes of its dtype."""
+    (command,) = blocks(PAGE, "sh", PRESSURE)
     words = shlex.split(command.replace("\\\n", ""))[3:]
     at = words.index("--kv-cache-memory-bytes") + 1
     words[at] = str(int(words[at]) * 2)
@@ -51,7 +52,7 @@ def check_memory(found: list[str], shown: list[str]) -> None:
 
 
 def test_a_document(server: Server, tmp_path: Path) -> None:
-    found, shown = printed("document", server, tmp_path)
+    found, shown = printed(DOCUMENT, server, tmp_path)
     assert [line.split()[0] for line in found] == ["plain", "keydiff", "kvzip", "snapkv", "keepkv"]
     right, said = numbers(found, "of 20 right"), numbers(shown, "of 20 right")
     assert right[:3] == said[:3] == [20, 20, 20]
@@ -61,7 +62,7 @@ def test_a_document(server: Server, tmp_path: Path) -> None:
 
 
 def test_a_chat(server: Server, tmp_path: Path) -> None:
-    found, shown = printed("chat", server, tmp_path)
+    found, shown = printed(CHAT, server, tmp_path)
     for lines in (found, shown):
         plain, keydiff, keepkv = zip(*(re.findall("right|wrong", line) for line in lines), strict=True)
         assert plain.count("right") >= 9 and keydiff.count("right") >= 8 and keepkv.count("right") <= 4
@@ -70,14 +71,14 @@ def test_a_chat(server: Server, tmp_path: Path) -> None:
 
 def test_kubernetes() -> None:
     """The pod's command, from the chart and the page's values, as a process of this machine; the page's request."""
-    page, key = PAGES / "kubernetes.md", "a key"
-    (values,), (request,) = blocks(page, "yaml"), blocks(page, "bash")
+    key = "a key"
+    (values,), (request,) = blocks(PAGE, "yaml", KUBERNETES), blocks(PAGE, "bash", KUBERNETES)
     with helm.Chart.load(ROOT / "deploy/helm/vllm-kvmerge") as chart:
         rendered = chart.render(yaml.safe_load(values), name="kv", namespace="default")
     objects = [yaml.safe_load(text) for name, text in rendered.items() if name.endswith(".yaml")]
     by_kind = {one["kind"]: one for one in objects if one}
     named = {f"{kind.lower()}/{one['metadata']['name']}" for kind, one in by_kind.items()}
-    assert set(re.findall(r"(?:deployment|service)/\S+", "".join(blocks(page, "sh")))) <= named
+    assert set(re.findall(r"(?:deployment|service)/\S+", "".join(blocks(PAGE, "sh", KUBERNETES)))) <= named
     (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
     variables = {one["name"]: one.get("value", key) for one in container["env"]}
     own = {name: value for name, value in variables.items() if name in ("VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE")}
@@ -95,7 +96,7 @@ def test_kubernetes() -> None:
 
 
 def test_pressure(server: Server, tmp_path: Path) -> None:
-    for lines in printed("pressure", server, tmp_path):
+    for lines in printed(PRESSURE, server, tmp_path):
         alone, together, opted_out = numbers(lines, "compressed")
         # How many run at once, and how many are preempted, depends on how fast they arrive.
         assert alone == opted_out == 0 and together > 6
