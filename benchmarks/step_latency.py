@@ -60,7 +60,7 @@ class Stopwatch:
     def _timed(self, blocks_of: Callable) -> Any:
         started, step = self._clock(), self._compression.step
         done = self._run_plans(blocks_of)
-        if step.plans or getattr(step, "parts", ()):  # earlier versions have none
+        if getattr(step, "compress", None) or getattr(step, "plans", None) or step.parts:  # earlier versions have plans
             self.waits.append(1e3 * (self._clock() - started))
         return done
 

@@ -7,6 +7,7 @@ from vllm import SamplingParams
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import random_prompt
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.request.proof import PROOFS_KEY
 from vllm_kvmerge.request.spec import compression
 
@@ -65,7 +66,7 @@ def test_the_report_says_what_was_used(engine, monkeypatch):
         return output.outputs[0].cumulative_logprob
 
     by_default = answer(0.01)
-    monkeypatch.setattr(engine.scheduler._admission._model, "model_type", "qwen3")
+    monkeypatch.setattr(engine.scheduler._admission, "_model", ServedModel("qwen3"))
     assert answer(0.1) == answer(0.1, lambda_k=0.1, lambda_v=0.1) != by_default
     assert answer(0.01, lambda_k=0.01, lambda_v=0.01) == by_default
     (plain,) = engine.generate([prompt], [params("full", 2)])

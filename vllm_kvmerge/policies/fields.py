@@ -32,25 +32,19 @@ class ThresholdBudget(BaseModel):
 
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
 
+_SHARE = {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
+_COUNT_OR_SHARE = [{"type": "integer", "minimum": 1, "maximum": MAX_TOKENS}, _SHARE]
+
 Budget = Annotated[
     StrictInt | StrictFloat,
     AfterValidator(_check_budget),
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
-                {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
+                *_COUNT_OR_SHARE,
                 {
                     "type": "object",
-                    "properties": {
-                        "threshold": {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
-                        "max": {
-                            "anyOf": [
-                                {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
-                                {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0},
-                            ]
-                        },
-                    },
+                    "properties": {"threshold": _SHARE, "max": {"anyOf": _COUNT_OR_SHARE}},
                     "required": ["threshold", "max"],
                     "additionalProperties": False,
                 },

@@ -17,10 +17,12 @@ Case = Literal["known", "later"]
 
 
 class Measured(BaseModel):
-    """A policy's figures in one case. uneven: whether heads have budgets of their own. rereads: whether the model reads
-    what is compressed a second time. score: share of the full cache's
-    score and its 95% interval, by budget. held: bytes of the cache, of the full one's, at the budget that ranks, once a
-    context has been compressed."""
+    """A policy's figures in one case.
+
+    uneven: whether heads have budgets of their own. rereads: whether the model reads what is compressed a second time.
+    score: share of the full cache's score and its 95% interval, by budget. held: bytes of the cache, as a share of the
+    full one's, at the budget that ranks, once a context has been compressed.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
