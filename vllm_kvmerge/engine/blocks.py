@@ -192,7 +192,7 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def computed_blocks(self, state: RequestState) -> list[KVCacheBlock]:
         """The request's blocks without those that it found in the prefix cache."""
-        return self.req_to_blocks[state.request.request_id][state.num_found :]
+        return self.req_to_blocks[state.request.request_id][state.num_hit_blocks :]
 
     def supersede(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Notes blocks in the prefix cache that a front takes the place of: those who ask for its context find it."""
@@ -408,7 +408,7 @@ class MergeableAttentionManager(FullAttentionManager):
             if state.offer is not None:
                 self._begin_with_front(state, len(new_computed_blocks), state.offer)
                 return
-            state.num_found = len(new_computed_blocks)
+            state.num_hit_blocks = len(new_computed_blocks)
         for block in new_computed_blocks:
             self._superseded.pop(block.block_id, None)
         if self.enable_caching or not new_computed_blocks:
@@ -426,7 +426,7 @@ class MergeableAttentionManager(FullAttentionManager):
             blocks += state.given_up
             if state.front is not None:
                 self._note_unclean(blocks)
-            state.front, state.offer, state.num_found, state.given_up = None, None, 0, []
+            state.front, state.offer, state.num_hit_blocks, state.given_up = None, None, 0, []
         return blocks
 
     def _note_unclean(self, blocks: list[KVCacheBlock]) -> None:

@@ -31,7 +31,7 @@ class RequestState:
     request: vLLM's. schedule: when it is compressed, and to what size. most_tokens: that it has slots for at once.
 
     Its cache: front is its compressed segments; None: it is not compressed. offer: a front that it may begin with.
-    num_found: blocks that it found in the prefix cache when it was admitted. given_up: blocks that the compression
+    num_hit_blocks: blocks that it found in the prefix cache when it was admitted. given_up: blocks that the compression
     under way reads, and gives back after its last part. keys: of its context's front, by the number of tokens, those
     of the context's parts included, longest first.
 
@@ -49,7 +49,7 @@ class RequestState:
     most_tokens: int
     front: Segments | None = None
     offer: Offer | None = None
-    num_found: int = 0
+    num_hit_blocks: int = 0
     given_up: list[KVCacheBlock] = field(default_factory=list)
     keys: Mapping[int, BlockHash] = field(default_factory=dict)
     due_since: int | None = None

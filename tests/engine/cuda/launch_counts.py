@@ -96,7 +96,7 @@ def of_policy(policy: str, lengths: tuple[int, ...] = LENGTHS, **fields: Any) ->
         with counting() as counts:
             done = worker.compactor.execute(step)
         assert not done.failures, done.failures
-        assert set(done.found) == (set(range(len(lengths))) if allocator.reads_attention else set())
+        assert set(done.budget_data) == (set(range(len(lengths))) if allocator.reads_attention else set())
         found.append(counts)
     return found
 
@@ -107,5 +107,5 @@ def _with_pages(compaction: Compaction, index: int, before: Execution | None) ->
     plan = replace(compaction.plan, blocks=blocks, share_blocks=len(blocks))
     if before is None:
         return replace(compaction, plan=plan, has_pages=True)
-    own = {"pages": before.pages[index], "found": before.found.get(index), "settles_shares": False}
+    own = {"pages": before.pages[index], "budget_data": before.budget_data.get(index), "settles_shares": False}
     return replace(compaction, plan=plan, has_pages=True, **own)

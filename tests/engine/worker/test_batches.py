@@ -238,7 +238,7 @@ def test_plans_of_different_shapes_and_policies_in_one_step():
 
 @pytest.mark.parametrize("policy", ["adakv", "kvzip", "kvzap", "d2o", "h2o"])
 def test_budgets_are_those_that_the_last_compaction_found(policy):
-    """Where a plan does not settle them: whatever the scores say now, which the next one is told."""
+    """Where a plan does not settle them: whatever the scores say now, which the next one is known."""
     worker = Worker(policy, (150, 150), **({"allocator": "threshold", "threshold": 0.01} if policy == "h2o" else {}))
 
     def planned(step: list[Compaction], settles: bool, before: Execution | None) -> list[Compaction]:
@@ -247,15 +247,15 @@ def test_budgets_are_those_that_the_last_compaction_found(policy):
             blocks = one.plan.blocks[: -(-BUDGET // BLOCK_SIZE)]
             plan = replace(one.plan, blocks=blocks, share_blocks=len(blocks))
             pages = None if before is None else before.pages[index]
-            earlier = None if before is None else before.found.get(index)
-            own = {"has_pages": True, "settles_shares": settles, "pages": pages, "found": earlier}
+            earlier = None if before is None else before.budget_data.get(index)
+            own = {"has_pages": True, "settles_shares": settles, "pages": pages, "budget_data": earlier}
             found.append(replace(one, plan=plan, **own))
         return found
 
     def run(compactions: list[Compaction]) -> tuple[Execution, list[list[int]], torch.Tensor]:
         before = [cache.clone() for cache in worker.caches]
         done, after = worker.compactor.execute(compactions), worker.bytes
-        assert not done.failures and set(done.found) == {0, 1}
+        assert not done.failures and set(done.budget_data) == {0, 1}
         for cache, old in zip(worker.caches, before, strict=True):
             cache.copy_(old)
         return done, [done.pages[index].fronts.flatten().tolist() for index in (0, 1)], after
@@ -265,16 +265,16 @@ def test_budgets_are_those_that_the_last_compaction_found(policy):
         pages.scores.copy_(torch.rand(pages.scores.shape, generator=worker.generator).pow(8))
     settled, fronts, written = run(planned(worker.second, True, first))
     late, late_fronts, _ = run(planned(worker.second, False, first))
-    assert [one.take() for one in late.found.values()] == [one.take() for one in settled.found.values()]
+    assert [one.take() for one in late.budget_data.values()] == [one.take() for one in settled.budget_data.values()]
     # Had the last one found what this one does, it would come to the same.
-    told = replace(first, found=settled.found)
-    again, told_fronts, told_written = run(planned(worker.second, False, told))
+    known = replace(first, budget_data=settled.budget_data)
+    again, told_fronts, told_written = run(planned(worker.second, False, known))
     assert told_fronts == fronts and torch.equal(told_written, written)
     # Where nothing is known, heads keep what they have.
-    _, kept_fronts, _ = run(planned(worker.second, False, replace(first, found={})))
+    _, kept_fronts, _ = run(planned(worker.second, False, replace(first, budget_data={})))
     held = [first.pages[index].fronts.flatten().tolist() for index in (0, 1)]
     if policy == "d2o":
-        assert len(set(late.found[0].take())) == NUM_LAYERS
+        assert len(set(late.budget_data[0].take())) == NUM_LAYERS
     else:
         assert kept_fronts == held and late_fronts != fronts
     one_alone, alone_fronts, _ = run([replace(one, pages=None) for one in planned(worker.second, False, None)])

@@ -15,7 +15,7 @@ from vllm_kvmerge.engine.messages import Compress
 from vllm_kvmerge.engine.schedule import RequestCompression, Segments
 from vllm_kvmerge.engine.worker.compaction import Compaction
 from vllm_kvmerge.engine.worker.compactor import Compactor
-from vllm_kvmerge.engine.worker.head_pages import Deal
+from vllm_kvmerge.engine.worker.head_pages import PageAssignment
 from vllm_kvmerge.engine.worker.rows import score_update
 from vllm_kvmerge.ops import (
     NO_UPDATE,
@@ -209,9 +209,9 @@ def test_pages_are_dealt_without_harm():
                 marks = sorted(draw.sample(range(1, len(blocks) * size + 1), size))
                 counts = [b - a for a, b in zip([0, *marks], marks, strict=False)]
                 shares += [count * BLOCK - draw.randrange(BLOCK) for count in counts]
-            deal = Deal.of([cache] * LAYERS, shares, max(shares), blocks, before, within_layers=within)
-            assert deal.pages.fronts.flatten().tolist() == shares
-            used = used_pages(deal.pages)
+            assigned = PageAssignment.of([cache] * LAYERS, shares, max(shares), blocks, before, within_layers=within)
+            assert assigned.pages.fronts.flatten().tolist() == shares
+            used = used_pages(assigned.pages)
             assert len(set().union(*used)) == sum(map(len, used))
             assert {page // lanes for page in set().union(*used)} <= set(blocks)
             # What heads may read: their pages, and their lanes of blocks that were not of the front.
@@ -219,12 +219,12 @@ def test_pages_are_dealt_without_harm():
             fronts = {page // lanes for page in set().union(*sources)}
             for lane, pages in enumerate(sources):
                 pages |= {block * lanes + lane for block in {*blocks, 90} - fronts}
-            grows = deal.grows.flatten().tolist()
+            grows = assigned.grows.flatten().tolist()
             for lane, pages in enumerate(used):
                 others = [sources[i] for i in range(lanes) if i != lane and (grows[i] or not grows[lane])]
                 assert not pages & set().union(*others), (seed, step)
                 assert not within or {page % lanes // HEADS for page in pages} == {lane // HEADS}
-            before = deal.pages
+            before = assigned.pages
             if draw.random() < 0.5:
                 stay = draw.sample(blocks, len(blocks) - (len(blocks) > 1))
                 blocks = stay + draw.sample([b for b in range(50) if b not in blocks], draw.randint(1, 2))

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_kvmerge.engine.messages import FrontReport
 from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.compaction import Batch, SequenceLayer
-from vllm_kvmerge.engine.worker.head_pages import Deal
+from vllm_kvmerge.engine.worker.head_pages import PageAssignment
 from vllm_kvmerge.engine.worker.units import Unit
 from vllm_kvmerge.engine.worker.write import WrittenLayers
 from vllm_kvmerge.policies.bounds import time_limit
@@ -56,7 +56,7 @@ class BudgetedLayers(WrittenLayers):
         if batch.compactions[0].may_shrink:
             batch.fronts.extend(self._fronts(batch))
         if batch.compactions[0].has_pages:
-            batch.deals.extend(self._deals(batch))
+            batch.assignments.extend(self._assignments(batch))
 
     def _looks(self, batch: Batch, look: Callable[[Batch, list[SequenceLayer]], None]) -> Iterator[Unit]:
         """Units that go through all layers once."""
@@ -76,11 +76,11 @@ class BudgetedLayers(WrittenLayers):
 
     def _settle_statistics(self, batch: Batch, statistics: Tensor) -> None:
         arriving = Arriving.of(statistics)
-        batch.found.extend(arriving[index] for index in range(len(batch.compactions)))
+        batch.budget_data.extend(arriving[index] for index in range(len(batch.compactions)))
         batch.statistics = statistics
         if not batch.settles_shares:  # all layers are alike where nothing is known
             alike = [1.0] * len(self.layers)
-            earlier = [alike if one.found is None else one.found.take() for one in batch.compactions]
+            earlier = [alike if one.budget_data is None else one.budget_data.take() for one in batch.compactions]
             batch.statistics = torch.tensor(earlier, device="cpu")
 
     def _of_layers(self, batch: Batch) -> list[int] | None:
@@ -156,7 +156,7 @@ class BudgetedLayers(WrittenLayers):
             found = self._unknown_budgets(batch, torch.device("cpu")) if batch.budgets is None else batch.budgets
             if not policy.allocator.has_layer_statistic:
                 arriving = Arriving.of(found)
-                batch.found.extend(arriving[index] for index in range(count))
+                batch.budget_data.extend(arriving[index] for index in range(count))
             budgets = [self._usable_budgets(index, found, batch) for index in range(count)]
         room = plan.share_blocks, self.block_size, policy.min_budget, plan.new_front
         return [
@@ -169,10 +169,10 @@ class BudgetedLayers(WrittenLayers):
         compaction, plan = batch.compactions[index], batch.plan
         if index in batch.failed:
             return [plan.budget] * found.shape[1]
-        if batch.settles_shares or (batch.policy.allocator.has_layer_statistic and compaction.found is not None):
+        if batch.settles_shares or (batch.policy.allocator.has_layer_statistic and compaction.budget_data is not None):
             numbers = found[index].tolist()
-        elif compaction.found is not None:
-            numbers = compaction.found.take()
+        elif compaction.budget_data is not None:
+            numbers = compaction.budget_data.take()
         elif compaction.pages is not None:
             return [int(front) for front in compaction.pages.fronts.flatten().tolist()]
         else:
@@ -197,7 +197,7 @@ class BudgetedLayers(WrittenLayers):
         numbers = zip(batch.compactions, blocks, entries, strict=True)
         return [FrontReport(one.plan.seq_len, count, math.ceil(total / num_lanes)) for one, count, total in numbers]
 
-    def _deals(self, batch: Batch) -> list[Deal]:
+    def _assignments(self, batch: Batch) -> list[PageAssignment]:
         """New pages for the heads of each request."""
         allocator = batch.policy.allocator
         within_layers = allocator.splits_heads and allocator.fills_budget and not allocator.pools_layers
@@ -205,7 +205,7 @@ class BudgetedLayers(WrittenLayers):
         if batch.fronts:
             blocks = [some[: front.num_blocks] for some, front in zip(blocks, batch.fronts, strict=True)]
         return [
-            Deal.of(self.layers, shares, one.plan.new_front, some, one.pages, within_layers)
+            PageAssignment.of(self.layers, shares, one.plan.new_front, some, one.pages, within_layers)
             for one, shares, some in zip(batch.compactions, batch.shares, blocks, strict=True)
         ]
 
@@ -214,16 +214,16 @@ class BudgetedLayers(WrittenLayers):
         projections, which are large, for layers that are copied to a GPU, and where heads go one after the other."""
         num_requests, num_layers = len(batch.compactions), len(self.layers)
         seq_layers = [SequenceLayer(i, layer) for i in range(num_requests) for layer in range(num_layers)]
-        if batch.deals:  # layers that take pages of others go last
-            seq_layers.sort(key=lambda one: bool(batch.deals[one.request].grows[one.layer].all()))
+        if batch.assignments:  # layers that take pages of others go last
+            seq_layers.sort(key=lambda one: bool(batch.assignments[one.request].grows[one.layer].all()))
         is_copied = batch.complete is not None and self.device.type != "cpu"
         is_together = not batch.num_rows and not batch.policy.needs_output_weights and not is_copied
         size = max(1, self.max_bytes // (self.num_kv_heads * batch.held)) if is_together else 1
         for start in range(0, len(seq_layers), size):
             yield seq_layers[start : start + size]
 
-    def num_found(self, numbers: Tensor) -> int:
-        """Length of an ``Execution.found`` like ``numbers``: statistics of layers, or whole numbers of heads."""
+    def budget_data_length(self, numbers: Tensor) -> int:
+        """Length of an ``Execution.budget_data`` like ``numbers``: statistics of layers, or whole numbers of heads."""
         return len(self.layers) * (1 if numbers.is_floating_point() else self.num_kv_heads)
 
 

@@ -12,7 +12,7 @@ from vllm_kvmerge.engine.attention.rows import PromptScores, QueryRing
 from vllm_kvmerge.engine.messages import Compress, FrontReport
 from vllm_kvmerge.engine.worker.arriving import Arriving
 from vllm_kvmerge.engine.worker.external import ExternalCache
-from vllm_kvmerge.engine.worker.head_pages import Deal
+from vllm_kvmerge.engine.worker.head_pages import PageAssignment
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.engine.worker.timing import Timing, moment
 from vllm_kvmerge.engine.worker.units import Work
@@ -39,12 +39,11 @@ class Compaction:
     front, tail: its segments. source_blocks: ids of its blocks. prompt_scores: statistics of its tokens, for a first
     compression by a policy that scores the prompt, or a refresh. ring: its newest queries, if its policy reads them, or
     they score its entries anew (rescoring). complete: the complete cache that a refresh starts from. pages: of the
-    request's heads, one row per layer, if its front is not an ordinary one. found: ``Execution.found`` of its last
-    compaction, if that is known. moves_keys: RoPE counts entries of the cache, so that keys are turned as these move
-    up. has_pages: heads get pages of their own in the plan's blocks, and places that a head has no room for are empty.
-    settles_shares: budgets of heads that follow data are found and used by this compaction, which waits for a GPU;
-    otherwise it uses what the last one found, and finds them for the next.
-    """
+    request's heads, one row per layer, if its front is not an ordinary one. budget_data: ``Execution.budget_data`` of
+    its last compaction, if that is known. moves_keys: RoPE counts entries of the cache, so that keys are turned as
+    these move up. has_pages: heads get pages of their own in the plan's blocks, and places that a head has no room for
+    are empty. settles_shares: budgets of heads that follow data are computed and used by this compaction, which waits
+    for a GPU; otherwise it uses what the last one has computed, and computes them for the next."""
 
     plan: Compress
     policy: CompressionPolicy
@@ -53,7 +52,7 @@ class Compaction:
     ring: QueryRing | None = None
     complete: ExternalCache | None = None
     pages: HeadPages | None = None
-    found: Arriving | None = None
+    budget_data: Arriving | None = None
     rescoring: Rescoring | None = None
     moves_keys: bool = False
     front: int = 0
@@ -130,13 +129,13 @@ def numbers_of(seq_layers: tuple[SequenceLayer, ...], num_kv_heads: int) -> Numb
 class Batch:
     """Plans of one shape that go through their policy together.
 
-    plan: the first, for what they have in common. num_entries: of each head. held: bytes of working memory for one
-    KV head of one layer, about. time_left: seconds that the policy may still take; None: no limit. work: how far it
-    has come. counts: ``Execution.counts``. num_rows: heads that are compressed at once, of one layer; 0: as many
-    layers as memory allows. num_pieces: that these take, about. failed: errors of requests, by index. shares: of
-    each request by index, entries of each head, layer by layer, where they are rounded to pages. fronts: what they
-    come to, if that depends on data. deals: new pages of requests, by index, where heads get some of their own.
-    found: ``Execution.found``, by index. gathered: the entries that were read last, by their sequence layers.
+    plan: the first, for what they have in common. num_entries: of each head. held: bytes of working memory for one KV
+    head of one layer, about. time_left: seconds that the policy may still take; None: no limit. work: how far it has
+    come. counts: ``Execution.counts``. num_rows: heads that are compressed at once, of one layer; 0: as many layers as
+    memory allows. num_pieces: that these take, about. failed: errors of requests, by index. shares: of each request by
+    index, entries of each head, layer by layer, where they are rounded to pages. fronts: what they come to, if that
+    depends on data. assignments: new pages of requests, by index, where heads get some of their own. budget_data:
+    ``Execution.budget_data``, by index. gathered: the entries that were read last, by their sequence layers.
 
     What looking at all layers before they are compressed comes to: statistics: the allocator's, ``[plans, layers]``
     float32, zeros where it failed; None: not known yet, or there are none. masses: of a policy that compares the heads
@@ -156,8 +155,8 @@ class Batch:
     failed: dict[int, PartError] = field(default_factory=dict)
     shares: list[list[int]] = field(default_factory=list)
     fronts: list[FrontReport] = field(default_factory=list)
-    deals: list[Deal] = field(default_factory=list)
-    found: list[Arriving] = field(default_factory=list)
+    assignments: list[PageAssignment] = field(default_factory=list)
+    budget_data: list[Arriving] = field(default_factory=list)
     gathered: dict[tuple[SequenceLayer, ...], PagedEntries] = field(default_factory=dict)
     statistics: Tensor | None = None
     masses: Tensor | None = None
@@ -196,18 +195,17 @@ class Batch:
 class Execution:
     """Results of a step's plans.
 
-    counts: ``[plans, 6]`` int64 on the cache's device, over layers and heads: entries merged, entries evicted,
-    entries left unchanged because the merged ones were not finite, entries kept, and the fewest and the most of these
-    in one head. failures: errors of policies, by index of the plan.
-    The newest entries of such requests were kept, so they must not go on generating. pages: of the new fronts, by index
-    of the plan, where heads have some of their own. fronts: what they hold, where that depends on data. found: for the
-    requests' next compactions, by index, where budgets of heads depend on data: the allocator's statistic of each
-    layer, if it has one, or else its budget of each head, layer by layer. timings: of the batches.
-    """
+    counts: ``[plans, 6]`` int64 on the cache's device, over layers and heads: entries merged, entries evicted, entries
+    left unchanged because the merged ones were not finite, entries kept, and the fewest and the most of these in one
+    head. failures: errors of policies, by index of the plan. The newest entries of such requests were kept, so they
+    must not go on generating. pages: of the new fronts, by index of the plan, where heads have some of their own.
+    fronts: what they hold, where that depends on data. budget_data: for the requests' next compactions, by index, where
+    budgets of heads depend on data: the allocator's statistic of each layer, if it has one, or else its budget of each
+    head, layer by layer. timings: of the batches."""
 
     counts: Tensor
     failures: dict[int, PartError]
     pages: dict[int, HeadPages]
     fronts: dict[int, FrontReport]
-    found: dict[int, Arriving]
+    budget_data: dict[int, Arriving]
     timings: list[Timing]

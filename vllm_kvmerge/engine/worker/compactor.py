@@ -78,14 +78,14 @@ class Compactor(BudgetedLayers):
             batches.setdefault((*shape, *source, *layout, compaction.rescoring is not None), []).append(index)
         for indices in batches.values():
             run.append((indices, self._batch([compactions[index] for index in indices])))
-        counts, failures, pages, fronts, found, timings = [], {}, {}, {}, {}, list[Timing]()
+        counts, failures, pages, fronts, budget_data, timings = [], {}, {}, {}, {}, list[Timing]()
         for indices, batch in run:
             timings.append(batch.advance(1.0))
             counts.append(batch.counts)
             failures.update({indices[index]: error for index, error in batch.failed.items()})
-            pages.update({indices[index]: deal.pages for index, deal in enumerate(batch.deals)})
+            pages.update({indices[index]: one.pages for index, one in enumerate(batch.assignments)})
             fronts.update({indices[index]: front for index, front in enumerate(batch.fronts)})
-            found.update({indices[index]: one for index, one in enumerate(batch.found)})
+            budget_data.update({indices[index]: one for index, one in enumerate(batch.budget_data)})
         for error in {id(one): one for one in failures.values()}.values():
             if isinstance(error, PartTimeout | PartTooLarge):
                 self.exceeded[error.part] += 1
@@ -94,7 +94,7 @@ class Compactor(BudgetedLayers):
         if order != [*range(len(order))]:
             places = torch.tensor(order, dtype=torch.int64).argsort()
             in_order = in_order.index_select(0, sent(places, self.device))
-        return Execution(in_order, failures, pages, fronts, found, timings)
+        return Execution(in_order, failures, pages, fronts, budget_data, timings)
 
     def _shape(self, compaction: Compaction) -> tuple[object, ...]:
         """Equal for compactions that can be one batch, as far as policy and sizes count."""
@@ -155,7 +155,7 @@ class Compactor(BudgetedLayers):
         """Units that compress what has been looked at, and write it."""
         self.settle(batch)
         parts = list(self.parts(batch))
-        needs_passes = len(parts) > 1 and any(deal.needs_passes for deal in batch.deals)
+        needs_passes = len(parts) > 1 and any(one.needs_passes for one in batch.assignments)
         passes = ((False,), (True,)) if needs_passes else ((False, True),)
         num_seq_layers = len(passes) * sum(map(len, parts))
         by_heads = batch.num_rows and not batch.policy.selector.pools_heads

@@ -77,8 +77,9 @@ class Compression(CompressedRows):
         try:
             if kept is None:
                 raise SavedFrontError("this worker does not know the front")
-            found = None if kept.found is None else torch.tensor(kept.found.take(), dtype=kept.found.numbers.dtype)
-            others = {"queries": kept.queries, "output": kept.output, "found": found}
+            data = kept.budget_data
+            numbers = None if data is None else torch.tensor(data.take(), dtype=data.numbers.dtype)
+            others = {"queries": kept.queries, "output": kept.output, "found": numbers}
             tensors = front_tensors(self.compactor.layers, asked["blocks"], kept.pages, others)
             tensors |= window_tensors(self.pool, asked["window_blocks"])
             path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)
@@ -97,17 +98,17 @@ class Compression(CompressedRows):
             shapes = {
                 "queries": (len(self.compactor.layers), None, *self._query_shape),
                 "output": (self._config.model_config.get_hidden_size(),),
-                "found": (self.compactor.num_found(tensors["found"]) if "found" in tensors else None,),
+                "found": (self.compactor.budget_data_length(tensors["found"]) if "found" in tensors else None,),
             }
             restore_windows(self.pool, asked["window_blocks"], tensors)
             pages, others = restore_front(self.compactor.layers, asked["blocks"], tensors, shapes)
         except SavedFrontError as error:
             return str(error)
         table = None if pages is None else self._table(pages)
-        found = Arriving.of(others.pop("found")) if "found" in others else None
+        budget_data = Arriving.of(others.pop("found")) if "found" in others else None
         others = {name: tensor.to(self._device) for name, tensor in others.items()}
         key = bytes.fromhex(asked["key"])
-        self._fronts[key] = KeptFront(pages, table, found, others.get("queries"), others.get("output"))
+        self._fronts[key] = KeptFront(pages, table, budget_data, others.get("queries"), others.get("output"))
         return None
 
     # Plans of a step.
@@ -146,18 +147,18 @@ class Compression(CompressedRows):
         done = self.compactor.execute(compactions, begun)
         done.failures.update(lost)
         for index, plan in enumerate(step.compress):
-            self._take_over(plan, moves[plan.request_id], done.pages.get(index), done.found.get(index))
+            self._take_over(plan, moves[plan.request_id], done.pages.get(index), done.budget_data.get(index))
         self._keep_fronts(step)
         self._report(step, done, earlier, started)
         prefixes = [(one.request_id, self.group, 0, one.row_prefix(self.compactor.block_size)) for one in step.compress]
         return prefixes + [(one.request_id, one.group, one.first_row, one.blocks) for one in step.moves]
 
     def _take_over(
-        self, plan: Compress, moves: list[MoveWindow], pages: HeadPages | None, found: Arriving | None
+        self, plan: Compress, moves: list[MoveWindow], pages: HeadPages | None, budget_data: Arriving | None
     ) -> None:
-        """Notes what a compression has made of its request's cache. pages, found: of ``Execution``."""
+        """Notes what a compression has made of its request's cache. pages, budget_data: of ``Execution``."""
         config, state = CompressionSpec.of(plan.compression), self.states[plan.request_id]
-        state.front, state.tail, state.pages, state.found = plan.new_front, plan.num_tokens, pages, found
+        state.front, state.tail, state.pages, state.budget_data = plan.new_front, plan.num_tokens, pages, budget_data
         state.table = None if pages is None else self._table(pages)
         before, state.shift = state.shift, position_shift(config, state)
         if state.ring is not None and state.shift != before:
@@ -177,7 +178,7 @@ class Compression(CompressedRows):
                 pages = moved(pages, blocks[one.request_id], one.copies)
                 table = self._table(pages)
             queries = state.ring.queries(one.num_tokens) if one.keeps_queries and state.ring is not None else None
-            self._fronts[one.key] = KeptFront(pages, table, state.found, queries, state.output)
+            self._fronts[one.key] = KeptFront(pages, table, state.budget_data, queries, state.output)
         for plan in step.compress:
             self.states[plan.request_id].output = None
         self.copy(
@@ -216,7 +217,7 @@ class Compression(CompressedRows):
             state.prompt_scores,
             state.ring if config.policy.query_window or window else None,
             pages=state.pages,
-            found=state.found,
+            budget_data=state.budget_data,
             rescoring=Rescoring(score_update(config), window) if window else None,
             moves_keys=config.positions == "cache",
             front=state.front,

@@ -82,7 +82,7 @@ class CachedLayers:
         """What policies know of sequence layers beside their entries."""
         layers, capacity, statistics = [one.layer for one in seq_layers], batch.plan.new_front, batch.statistics
         shares = self._shares_of(seq_layers, batch) if batch.shares else None
-        if shares is not None and batch.deals:  # other places have no room
+        if shares is not None and batch.assignments:  # other places have no room
             capacity = max(shares)
         window, allocator = batch.policy.query_window, batch.policy.allocator
         budgets = None

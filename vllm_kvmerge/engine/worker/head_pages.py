@@ -16,7 +16,7 @@ from vllm_kvmerge.ops import HeadPages, PagedKVCache
 
 
 @dataclass(frozen=True)
-class Deal:
+class PageAssignment:
     """Pages of one request. pages: one row per layer. grows: ``[layers, H]`` bool, heads that took pages of others.
     within_layers: all of heads of their own layer."""
 
@@ -39,8 +39,8 @@ class Deal:
         blocks: Sequence[int],
         before: HeadPages | None,
         within_layers: bool,
-    ) -> "Deal":
-        """Deals the pages of ``blocks`` (ids) to heads.
+    ) -> "PageAssignment":
+        """Assigns the pages of ``blocks`` (ids) to heads.
 
         shares: entries of each head, layer by layer, which fit. num_places: the most that any head can hold. before:
         the pages that heads have now; None: an ordinary front, or none. within_layers: a layer's heads only take pages

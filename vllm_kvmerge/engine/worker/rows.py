@@ -39,9 +39,9 @@ class RequestState:
     """A worker's state of a request with a policy. update: of its scores by attention after the first compression, if
     its policy tracks them. prompt_scores: until the first compression. ring: its newest queries. complete: its complete
     cache, from the first compression on, if it is refreshed. predicts: scores of generated tokens are predicted. pages:
-    of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU. found:
-    ``Execution.found`` of its last compression. output: of its context's last token, until its front is shared. shift:
-    what RoPE adds to the positions of its tokens, so that those of its tail follow its front."""
+    of its heads, one row per layer, where the front is not an ordinary one. table: of these pages, on a GPU.
+    budget_data: ``Execution.budget_data`` of its last compression. output: of its context's last token, until its front
+    is shared. shift: what RoPE adds to the positions of its tokens, so that those of its tail follow its front."""
 
     front: int = 0
     tail: int = 0
@@ -52,20 +52,20 @@ class RequestState:
     predicts: bool = False
     pages: HeadPages | None = None
     table: Tensor | None = None
-    found: Arriving | None = None
+    budget_data: Arriving | None = None
     output: Tensor | None = None
     shift: int = 0
 
 
 @dataclass(frozen=True)
 class KeptFront:
-    """What a worker keeps of a front in the prefix cache besides its blocks. pages, table, found: as in
+    """What a worker keeps of a front in the prefix cache besides its blocks. pages, table, budget_data: as in
     ``RequestState``. queries: the newest ones of the context, if its policy goes on reading them. output: the hidden
     state that the model made of the context's last token, ``[hidden]``."""
 
     pages: HeadPages | None
     table: Tensor | None
-    found: Arriving | None
+    budget_data: Arriving | None
     queries: Tensor | None
     output: Tensor | None
 
@@ -113,7 +113,7 @@ class CompressedRows(CompressedCache):
         for turn in self.step.turns:
             ended = self.states[turn.request_id]
             queries = ended.ring.queries(turn.num_tokens) if turn.keeps_queries and ended.ring is not None else None
-            self._fronts[turn.key] = KeptFront(ended.pages, ended.table, ended.found, queries, None)
+            self._fronts[turn.key] = KeptFront(ended.pages, ended.table, ended.budget_data, queries, None)
         for request_id in (
             scheduler_output.finished_req_ids
             | (scheduler_output.preempted_req_ids or set())
@@ -133,7 +133,9 @@ class CompressedRows(CompressedCache):
     def _adopted(self, adoption: Adopt) -> RequestState:
         """The state of a request that begins with a front."""
         config, front = CompressionSpec.of(adoption.compression), self._fronts[adoption.key]
-        state = RequestState(adoption.front, adoption.tail, pages=front.pages, table=front.table, found=front.found)
+        state = RequestState(
+            adoption.front, adoption.tail, pages=front.pages, table=front.table, budget_data=front.budget_data
+        )
         state.shift = position_shift(config, state)
         self._track(state, config, adoption.is_partial)
         if front.pages is not None and adoption.blocks:

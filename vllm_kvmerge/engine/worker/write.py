@@ -26,7 +26,7 @@ class WrittenLayers(CachedLayers):
         self, seq_layers: list[SequenceLayer], batch: Batch, result: CompressionResult, rounds: tuple[bool, ...]
     ) -> None:
         """Writes what has become of the entries of sequence layers. rounds: of heads that take pages of others, and of
-        those that do not, in the order that ``Deal`` asks for."""
+        those that do not, in the order that ``PageAssignment`` asks for."""
         assert isinstance(result.source, PagedEntries)
         update = result.update
         by_head = torch.stack([update.merged, result.evicted, result.as_before, result.kept], 1)
@@ -34,7 +34,7 @@ class WrittenLayers(CachedLayers):
         index = sent(self.numbers(seq_layers).by_head, self.device)
         blocks = sent(self.new_blocks(seq_layers, batch), self.device)
         written: Iterable[tuple[Destination, Tensor | None]] = [(blocks, None)]
-        if batch.deals:
+        if batch.assignments:
             written = self._destinations(seq_layers, batch, rounds)
         for destination, heads in written:
             count(batch.counts, index, by_head, heads)
@@ -52,9 +52,9 @@ class WrittenLayers(CachedLayers):
         self, seq_layers: list[SequenceLayer], batch: Batch, rounds: tuple[bool, ...]
     ) -> Iterator[tuple[HeadPages, Tensor]]:
         """Where heads with pages of their own are written, and which (``[H]`` bool); rounds: of heads that take pages
-        of others, and of those that do not, in the order that ``Deal`` asks for."""
-        pages = self.head_pages([batch.deals[one.request].pages for one in seq_layers], seq_layers)
-        grows = torch.stack([batch.deals[one.request].grows[one.layer] for one in seq_layers])
+        of others, and of those that do not, in the order that ``PageAssignment`` asks for."""
+        pages = self.head_pages([batch.assignments[one.request].pages for one in seq_layers], seq_layers)
+        grows = torch.stack([batch.assignments[one.request].grows[one.layer] for one in seq_layers])
         for round_grows in rounds:
             heads = grows == round_grows
             if heads.any():
