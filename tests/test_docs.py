@@ -102,16 +102,12 @@ def test_requests_in_the_text_are_accepted():
         parse_compression(json.loads(text))  # raises
 
 
-def test_every_patch_of_vllm_is_listed():
+def test_every_patch_of_vllm_says_what_would_end_it():
     tree = ast.parse((PACKAGE / "engine" / "compat.py").read_text())
-    patches = {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "install"))
-    }
-    section = (ROOT / "docs" / "design.md").read_text().partition("## Places where vLLM gives no hook")[2]
-    rows = re.findall(r"^\| (`.*?`) \|", section.partition("\n## ")[0], re.M)
-    assert {name for row in rows for name in re.findall(r"\w+", row)} == patches
+    patches = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    patches = [node for node in patches if not node.name.startswith(("_", "install", "register"))]  # vLLM's own hooks
+    silent = [node.name for node in patches if "unnecessary" not in (ast.get_docstring(node) or "")]
+    assert len(patches) > 20 and silent == []
 
 
 def test_routes_that_take_the_field_are_listed():

@@ -606,7 +606,7 @@ def fail_when_engine_dies() -> None:
 
 
 def fail_when_headless_engine_dies() -> None:
-    """Does the same for a node without an API server."""
+    """Does the same for a node without an API server; the same would make it unnecessary."""
     serve: Any = import_module("vllm.entrypoints.cli.serve")
 
     class EngineProcesses(serve.CoreEngineProcManager):  # type: ignore[misc]
