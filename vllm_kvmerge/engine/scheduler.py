@@ -51,7 +51,7 @@ from vllm_kvmerge.engine.state import RequestState
 from vllm_kvmerge.engine.support import check_config
 from vllm_kvmerge.engine.usage import CacheSize
 from vllm_kvmerge.policies.errors import label
-from vllm_kvmerge.request.limits import KEPT_SHARE
+from vllm_kvmerge.request.limits import KEPT_SHARE, Limits
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL
 
 _new_tokens = attrgetter("new_token_ids")
@@ -66,11 +66,7 @@ class CompressionSchedulerMixin(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_config(self.vllm_config)
-        steps = self.vllm_config.scheduler_config
-        if not steps.enable_chunked_prefill:
-            # With drafts vLLM notes the former limit of a step before its CPU platform raises it for latents (MLA): a
-            # longer prompt, which cannot be cut, would wait for ever.
-            self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, steps.max_num_batched_tokens)
+        self._correct_steps()
         coordinator, group = self.kv_cache_manager.coordinator, compressed_group(self.kv_cache_config)
         self._managers = coordinator.single_type_managers
         manager = self._managers[group]
@@ -81,11 +77,7 @@ class CompressionSchedulerMixin(Scheduler):
             if isinstance(one.kv_cache_spec, AttentionSpec):
                 one._record_new_block_ids = True  # blocks that a compressed request wrote may go to any layers
         options, cache = plugin_config(self.vllm_config), self.kv_cache_config
-        num_slots = (cache.num_blocks - 1) * manager.block_size
-        windows = window_blocks(cache, self.vllm_config)
-        # vLLM's own number is the smallest of all groups, which may be that of states.
-        limits = replace(request_limits(self.vllm_config), block_size=manager.block_size)
-        limits = replace(limits, pool_tokens=num_slots, window_blocks=windows)
+        limits = self._limits(manager.block_size)
         self._engine = self.parallel_config.data_parallel_index
         # Groups of layers have the same memory: a block is one group's at a time.
         self._num_workers = self.parallel_config.tensor_parallel_size
@@ -94,19 +86,11 @@ class CompressionSchedulerMixin(Scheduler):
         """Tokens of the step that have yet to be verified, by request."""
         self._is_small = limits.most_generated(None, 1) + 1 < self.max_model_len
         """The pool does not hold what the model can read."""
-        if self.num_spec_tokens and self.dynamic_sd_lookup is None:
-            # A number for each size of batch, all the same, has vLLM schedule no drafts that nobody has made: such
-            # padding, for CUDA graphs, could not be cut where a compression is due.
-            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         hash_function = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
         keys = PrefixKeys(hash_function, manager.block_pool.hash_block_size)
         if limits.shares_contexts:
             manager.fronts = FrontCache(manager.block_pool, group, keys, KEPT_SHARE * limits.max_bytes)
-        # Beside them there is room for the longest request, which would otherwise wait for ever.
-        longest = cdiv(self.max_model_len, manager.block_size)
-        longest += cdiv(limits.window_slots(self.max_model_len), manager.block_size)
-        others = cache.num_blocks - 1 - longest
-        most = max(0, min(int(options.contexts_share * (cache.num_blocks - 1)), others))
+        most = self._most_of_contexts(limits, options.contexts_share)
         self._contexts = ContextStore(manager, bytes_per_block, most, hash_function)
         self._accounts = Accounts(bytes_per_block, self._size)
         self._sharing = ContextSharing(manager, self._engine, self._accounts)
@@ -148,6 +132,33 @@ class CompressionSchedulerMixin(Scheduler):
             compat.keep_from_connector(self.connector, lambda request: request.request_id in self._hidden)
         self._freed = FreedBlocks(manager.block_pool, manager) if options.debug_poison_freed else None
         self._gauges = CacheGauges(self._engine, bytes_per_block)
+
+    def _correct_steps(self) -> None:
+        """Corrects what vLLM has decided on the size of steps, and on drafts in them."""
+        steps = self.vllm_config.scheduler_config
+        if not steps.enable_chunked_prefill:
+            # With drafts vLLM notes the former limit of a step before its CPU platform raises it for latents (MLA): a
+            # longer prompt, which cannot be cut, would wait for ever.
+            self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, steps.max_num_batched_tokens)
+        if self.num_spec_tokens and self.dynamic_sd_lookup is None:
+            # A number for each size of batch, all the same, has vLLM schedule no drafts that nobody has made: such
+            # padding, for CUDA graphs, could not be cut where a compression is due.
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+
+    def _limits(self, block_size: int) -> Limits:
+        """Those of requests, with the pool's. block_size: of the compressed layers; vLLM's own number is the smallest
+        of all groups, which may be that of states."""
+        num_slots = (self.kv_cache_config.num_blocks - 1) * block_size
+        windows = window_blocks(self.kv_cache_config, self.vllm_config)
+        limits = request_limits(self.vllm_config)
+        return replace(limits, block_size=block_size, pool_tokens=num_slots, window_blocks=windows)
+
+    def _most_of_contexts(self, limits: Limits, share: float) -> int:
+        """Blocks that kept contexts may take: a share of all, and beside them there is room for the longest request,
+        which would otherwise wait for ever."""
+        num_blocks, length = self.kv_cache_config.num_blocks - 1, self.max_model_len
+        longest = cdiv(length, limits.block_size) + cdiv(limits.window_slots(length), limits.block_size)
+        return max(0, min(int(share * num_blocks), num_blocks - longest))
 
     # Requests, as they arrive, are preempted and end.
 
