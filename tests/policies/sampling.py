@@ -109,6 +109,11 @@ def rope(size: int, is_neox: bool = True, num_positions: int = 2048, factor: flo
     return Rotation(factor * torch.cat([angles.cos(), angles.sin()], dim=1).float(), is_neox)
 
 
+def for_parts(context: CompressionContext) -> CompressionContext:
+    """The context as selectors and mergers see it where every row has the same budget."""
+    return replace(context, budgets=torch.full((len(context.heads.layers),), context.budget))
+
+
 def as_worker(
     context: CompressionContext, rows: list[int], gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> CompressionContext:

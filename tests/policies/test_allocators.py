@@ -49,7 +49,7 @@ def budgets_of_layers(allocator: Allocator, budget: int, num_layers: int, **fiel
     entries, budgets = random_entries(0, num_heads=2, n=4), []
     for layer in range(num_layers):
         context = CompressionContext.of_layer(entries, budget, 4, True, layer=layer, num_layers=num_layers, **fields)
-        first, second = allocator.head_budgets(entries, entries.scores, context)
+        first, second = allocator.head_budgets(entries, entries.scores, context).tolist()
         assert first == second
         budgets.append(first)
     return budgets
@@ -213,7 +213,7 @@ def test_a_share_below_what_the_selector_protects_is_raised():
     entries = random_entries(0, num_heads=2, n=60)
     context = context_of(entries, Pyramid(), 20, num_layers=4)
     last = in_layer(context, 3)
-    assert Pyramid().head_budgets(entries, entries.scores, last) == [1, 1]
+    assert Pyramid().head_budgets(entries, entries.scores, last).tolist() == [1, 1]
     assert policy.compress(entries, last).entries.is_live.sum(1).tolist() == [9, 9]
     # The other layers make up for it: the mean is the budget.
     layers = [policy.compress(entries, in_layer(context, layer)).entries for layer in range(4)]

@@ -49,7 +49,7 @@ def test_what_a_compression_leaves(request_, seed, num_heads, more, at_prompt_en
     num_merged, num_evicted, num_live = result.num_merged, result.num_evicted, result.entries.is_live.sum(1).tolist()
     assert num_merged + num_evicted + sum(num_live) == int(entries.is_live.sum()) and min(num_merged, num_evicted) >= 0
     assert num_merged == 0 or not isinstance(policy.merger, DropMerger)
-    budgets = [n] * num_heads if budget == n else policy.head_budgets(entries, context)
+    budgets = [n] * num_heads if budget == n else policy.head_budgets(entries, context).tolist()
     kept = num_live_after(policy, entries, budgets)
     if isinstance(policy.merger, ResidualMerger):
         assert all(map(int.__le__, num_live, kept))
@@ -78,7 +78,7 @@ def test_scores_that_are_not_finite(request_, value):
     context = context_for(policy, entries, policy.min_budget + 2)
     result = policy.compress(entries, context).finite(torch.float32).entries
     if not isinstance(policy.merger, ResidualMerger):
-        kept = num_live_after(policy, entries, policy.head_budgets(entries, context))
+        kept = num_live_after(policy, entries, policy.head_budgets(entries, context).tolist())
         assert result.is_live.sum(1).tolist() == kept
     assert result.keys[result.is_live].isfinite().all() and result.values[result.is_live].isfinite().all()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.policies.sampling import newest_queries, on_two_workers, random_entries, rope
+from tests.policies.sampling import for_parts, newest_queries, on_two_workers, random_entries, rope
 from vllm_kvmerge.policies import Allocator, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.allocators import Adaptive, Threshold
 from vllm_kvmerge.policies.mergers import DropMerger
@@ -59,7 +59,7 @@ def test_scores_are_those_of_the_paper(num_queries, window, epsilon):
     found = selector.mass(entries, context).double()
     torch.testing.assert_close(found[:, 4:], expected[:, 4:], rtol=2e-4, atol=1e-8)
     torch.testing.assert_close(found[:, :4], expected.amax(1, keepdim=True).expand(-1, 4), rtol=2e-4, atol=1e-8)
-    kept = selector.select(entries, entries.scores, selector.protected(entries, context), context)
+    kept = selector.select(entries, entries.scores, selector.protected(entries, context), for_parts(context))
     best = expected[:, :-1].argsort(dim=1, descending=True)[:, : 40 - 4 - 1]
     wanted = torch.zeros_like(kept).scatter_(1, best, True)
     wanted[:, [0, 1, 2, 3, -1]] = True  # the sinks, and the newest, which generation needs
@@ -79,11 +79,11 @@ def test_allocators_compare_the_scores_of_all_heads():
         return CompressionPolicy(tracker=NoTracker(), selector=selector, merger=DropMerger(), allocator=allocator)
 
     by_threshold = policy(Threshold(threshold=0.012))
-    budgets = by_threshold.head_budgets(entries, context)
+    budgets = by_threshold.head_budgets(entries, context).tolist()
     assert budgets == ((shares > 0.012).sum(1) + selector.min_budget).clamp(max=TOKENS).tolist()
     first, others = on_two_workers(by_threshold.head_budgets, entries, context, 1)
-    assert first + others == budgets
-    budgets = policy(Adaptive(floor_share=0.0, max_share=4.0)).head_budgets(entries, context)
+    assert first.tolist() + others.tolist() == budgets
+    budgets = policy(Adaptive(floor_share=0.0, max_share=4.0)).head_budgets(entries, context).tolist()
     best = shares.flatten().sort(descending=True).values[HEADS * 40 - 1]
     assert budgets == (shares >= best).sum(1).tolist() and min(budgets) >= selector.min_budget
     assert sum(budgets) == HEADS * 40 and budgets[0] < min(budgets[1:])

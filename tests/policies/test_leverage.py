@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.policies.sampling import concatenate, newest_queries, random_entries, rope
+from tests.policies.sampling import concatenate, for_parts, newest_queries, random_entries, rope
 from vllm_kvmerge.policies import CompressionContext, Entries
 from vllm_kvmerge.policies.selectors import Leverage
 from vllm_kvmerge.policies.selectors.leverage import RIDGE, gaussian, leverage_scores
@@ -19,7 +19,7 @@ def scene(**fields: object) -> tuple[Entries, CompressionContext]:
     entries = random_entries(4, HEADS, TOKENS, SIZE)
     vectors = torch.randn(HEADS, GROUP, 30, SIZE, generator=torch.Generator().manual_seed(5)) / 2
     known = {"queries": newest_queries(vectors, TOKENS), "rotation": rope(SIZE)} | fields
-    return entries, CompressionContext.of_layer(entries, 60, TOKENS, at_prompt_end=True, **known)
+    return entries, for_parts(CompressionContext.of_layer(entries, 60, TOKENS, at_prompt_end=True, **known))
 
 
 def ordered(entries: Entries, plane: Tensor) -> Tensor:

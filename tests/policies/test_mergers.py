@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.examples import examples
 from tests.policies.every import policy_of
-from tests.policies.sampling import SEEDS, assert_same, assert_sound, live, nearest, random_entries
+from tests.policies.sampling import SEEDS, assert_same, assert_sound, for_parts, live, nearest, random_entries
 from vllm_kvmerge.policies import DEAD, PRESETS, CompressionContext, Entries, Merger
 from vllm_kvmerge.policies.indexing import in_place
 from vllm_kvmerge.policies.mergers import AsymKVMerger, CamMerger, D2OMerger, KVMergerMerger, cam
@@ -36,7 +36,7 @@ def merge(
     merger: Merger, entries: Entries, budget: int, window: int = 2, at_prompt_end: bool = False, **fields: object
 ) -> tuple[Entries, Tensor, int]:
     """The merged entries, which were kept, and how many merged."""
-    context = CompressionContext.of_layer(entries, budget, len(entries), at_prompt_end, **fields)
+    context = for_parts(CompressionContext.of_layer(entries, budget, len(entries), at_prompt_end, **fields))
     selector = HeavyHitter(num_sink_tokens=1, recent_window=window)
     protected = selector.protected(entries, context)
     kept = in_place(selector.select(entries, entries.scores, protected, context), budget)

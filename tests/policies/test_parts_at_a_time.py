@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.policies.sampling import newest_queries, random_entries, rope
+from tests.policies.sampling import for_parts, newest_queries, random_entries, rope
 from vllm_kvmerge.ops import similarity
 from vllm_kvmerge.policies import CompressionContext
 from vllm_kvmerge.policies import entries as entries_module
@@ -30,7 +30,7 @@ def test_selectors_that_read_all_keys_or_values(selector, monkeypatch):
     entries = random_entries(1, num_heads=3, n=100, num_dead=5)
     weights = torch.randn(3, 2, 6, 8, generator=torch.Generator().manual_seed(0))
     known = {"output_weights": weights, "queries": newest_queries(weights, 100), "rotation": rope(8)}
-    context = CompressionContext.of_layer(entries, 40, 100, at_prompt_end=True, **known)
+    context = for_parts(CompressionContext.of_layer(entries, 40, 100, at_prompt_end=True, **known))
     masks = []
     for size in (1024, 100, 33, 7):
         monkeypatch.setattr(entries_module, "PART_ENTRIES", size)

@@ -64,10 +64,11 @@ def test_the_others_are_compressed_as_if_they_were_alone(merger, ranges):
     context = context_for(policy, entries, 40)
     hidden = entries.without(is_protected)
     for shares in (None, [40, 40, 40, 40], [30, 50, 45, 25]):
-        some = replace(context, shares=shares, capacity=max(shares or [40]))
+        given = None if shares is None else torch.tensor(shares)
+        some = replace(context, budgets=given, is_packed=shares is not None, capacity=max(shares or [40]))
         result = policy.compress(entries, some)
-        less = None if shares is None else [share - count for share in shares]
-        other = replace(some, budget=40 - count, capacity=some.capacity - count, shares=less)
+        less = None if given is None else given - count
+        other = replace(some, budget=40 - count, capacity=some.capacity - count, budgets=less)
         expected = alone.compress(hidden, other)
         for head, share in enumerate(shares or [40] * 4):
             row, wanted = (one.entries.of_rows([head]) for one in (result, expected))
@@ -90,7 +91,7 @@ def test_budgets_of_layers_and_heads_hold_all_protected_entries(allocator):
         assert min(layers) >= 22 and sum(layers) == 180 and max(layers) <= policy.capacity(30)
     entries = random_entries(1, num_heads=2, n=90)
     entries.scores[1] = torch.eye(90)[3]  # all of its attention is on a token that is protected or not alike
-    budgets = policy.head_budgets(entries, context_for(policy, entries, 30, by_layer=True))
+    budgets = policy.head_budgets(entries, context_for(policy, entries, 30, by_layer=True)).tolist()
     assert min(budgets) >= 22 and max(budgets) <= policy.capacity(30)
 
 

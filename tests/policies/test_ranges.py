@@ -130,7 +130,7 @@ def budgets_of_layers(allocator: Allocator, n: int, budget: int, statistics: tor
     entries, spread = random_entries(0, num_heads=num_layers, n=n), statistics.expand(num_layers, -1)
     context = CompressionContext.of_layer(entries, budget, n, True, layer_statistics=spread, min_budget=least)
     heads = Heads.of(list(range(num_layers)), [0], num_layers, gather=lambda tensor: tensor)
-    return list(allocator.head_budgets(entries, entries.scores, replace(context, heads=heads)))
+    return allocator.head_budgets(entries, entries.scores, replace(context, heads=heads)).tolist()
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)

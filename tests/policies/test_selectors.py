@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, as_worker, in_layer, live, random_entries
+from tests.policies.sampling import SEEDS, as_worker, for_parts, in_layer, live, random_entries
 from vllm_kvmerge.policies import DEAD, CompressionContext, Entries, Selector, noise
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.selectors import (
@@ -30,6 +30,7 @@ SINKS, WINDOWS = st.integers(0, 3), st.integers(0, 4)
 
 def select(selector: Selector, entries: Entries, context: CompressionContext) -> list[set[int]]:
     """Positions kept per head, after checks that hold for every selector."""
+    context = for_parts(context)
     protected = selector.protected(entries, context)
     kept = selector.select(entries, entries.scores, protected, context)
     assert kept.dtype == torch.bool and (kept.sum(1) == context.num_kept).all()

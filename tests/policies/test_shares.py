@@ -76,7 +76,8 @@ def test_heads_with_different_shares_together_are_as_each_alone(selector, monkey
         entries = random_entries(seed, 6, 90, num_dead=7)
         context = CompressionContext.of_layer(
             entries, 45, 132, True, capacity=90,
-            shares=torch.randint(policy.min_budget, 91, (6,), generator=generator).tolist(),
+            budgets=torch.randint(policy.min_budget, 91, (6,), generator=generator),
+            is_packed=True,
             queries=newest_queries(torch.randn(6, 2, 32, 8, generator=generator), 132),
             output_weights=torch.randn(6, 2, 24, 8, generator=generator),
             rotation=rope(8),

@@ -13,6 +13,7 @@ from tests.policies.sampling import (
     SEEDS,
     assert_sound,
     attend,
+    for_parts,
     logits,
     nearest,
     newest_queries,
@@ -60,7 +61,7 @@ def context_of(entries: Entries, budget: int, queries: Queries | None = None, **
     mode = ScoreMode.LOG_EMA if queries is None else ScoreMode.SUM
     scale = entries.keys.shape[2] ** -0.5
     fields = {"at_prompt_end": True, "scale": scale, "queries": queries, "tracker_mode": mode} | fields
-    return CompressionContext.of_layer(entries, budget, len(entries), **fields)
+    return for_parts(CompressionContext.of_layer(entries, budget, len(entries), **fields))
 
 
 def absorb(

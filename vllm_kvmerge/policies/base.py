@@ -157,18 +157,18 @@ class Allocator(Part):
         """``[sequence layers]``: the scalar that the split depends on, equal on all tensor-parallel workers."""
         raise TypeError(f"allocator {self.name!r} has no layer statistic")
 
-    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Sequence[int] | Tensor:
-        """Entries that each of the ``H`` rows keeps, each ``<= capacity(context.budget)``; on average over the layers
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
+        """``[H]`` int64: entries that each row keeps, each ``<= capacity(context.budget)``; on average over the layers
         and heads of this worker the budget, or as ``fills_budget`` says. Where heads have pages of their own, they are
-        rounded to pages. A tensor, ``[H]`` int64, of the entries' device is not waited for while a request generates:
-        its next compression takes these budgets then."""
+        rounded to pages. A tensor of the entries' device is not waited for while a request generates: its next
+        compression takes these budgets then."""
         layers = context.heads.num_layers
         budgets = self.layer_budgets(context.budget, len(entries), layers, context.min_budget)
         if budgets is None:
             raise TypeError(f"allocator {self.name!r} has neither layer_budgets nor head_budgets")
-        return [budgets[layer] for layer in context.heads.layers]
+        return torch.tensor([budgets[layer] for layer in context.heads.layers], device="cpu")
 
-    def pooled_budgets(self, importance: Tensor, context: CompressionContext) -> Sequence[int] | Tensor:
+    def pooled_budgets(self, importance: Tensor, context: CompressionContext) -> Tensor:
         """``head_budgets`` where ``pools_layers``, all layers of one request at once. importance: ``[H, n]`` float32,
         negative for dead entries."""
         raise TypeError(f"allocator {self.name!r} does not compare layers")
@@ -244,8 +244,8 @@ class Selector(Part):
     """True if importance must be made of probabilities, not of logits (``log_ema``)."""
 
     takes_shares: ClassVar[bool] = False
-    """True if neither method asks for ``context.budget`` or ``num_kept`` where there are ``context.rows``, only for
-    these and ``context.counts``: then heads with different budgets are compressed together."""
+    """True if the number that stays of each row is read from ``context.budgets`` and ``context.counts`` alone: then
+    heads with different budgets are compressed together."""
 
     pools_heads: ClassVar[bool] = False
     """True if ``select`` looks at all heads of a layer together (``context.heads.of_all_workers``)."""
@@ -268,7 +268,7 @@ class Selector(Part):
 
     @abstractmethod
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        """``[H, n]`` bool: the entries that stay, ``context.num_kept`` per row; dead ones only if live ones are few."""
+        """``[H, n]`` bool: the entries that stay, ``context.counts`` of them; dead ones only if live ones are few."""
 
 
 class Merger(Part):
@@ -284,8 +284,8 @@ class Merger(Part):
     """Modes of the trackers that this merger works with."""
 
     takes_shares: ClassVar[bool] = False
-    """True if the merger leaves entries as they are, whatever number of them; the last of ``kept`` are then negative
-    where a row has fewer."""
+    """True if the merger leaves entries as they are, whatever number of them, and fills no slots; the last of ``kept``
+    are then negative where a row has fewer."""
 
     @property
     def takes_latents(self) -> bool:

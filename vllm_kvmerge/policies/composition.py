@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -16,7 +15,6 @@ from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.base import Allocator, CompressionContext, HeadShape, Merger, Part, Selector, Tracker
 from vllm_kvmerge.policies.bounds import memory_limit
 from vllm_kvmerge.policies.checks import check_count, check_tensor, check_update, is_foreign
-from vllm_kvmerge.policies.context import RowBudgets
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.errors import blamed_on
 from vllm_kvmerge.policies.indexing import in_place, padded_nonzero
@@ -74,13 +72,6 @@ class CompressionPolicy(BaseModel):
             )
         return self
 
-    def __copy__(self) -> Self:
-        # What is cached need not hold for the copy: ``model_copy`` changes it.
-        copied = super().__copy__()
-        for name in vars(self).keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
-        return copied
-
     @property
     def min_budget(self) -> int:
         """Smallest budget: that of the parts, and all protected tokens."""
@@ -118,14 +109,14 @@ class CompressionPolicy(BaseModel):
 
     @property
     def takes_shares(self) -> bool:
-        """True if heads with different budgets are compressed together."""
+        """True if heads with different budgets may be compressed together."""
         return self.selector.takes_shares and self.merger.takes_shares
 
     @property
     def parts(self) -> tuple[Part, ...]:
         return (self.tracker, self.allocator, self.selector, self.merger)
 
-    @cached_property
+    @property
     def query_window(self) -> int:
         """Number of the newest queries that the policy reads."""
         return max(self._query_window_of(part) for part in self.parts)
@@ -182,7 +173,7 @@ class CompressionPolicy(BaseModel):
 
     def compress(self, entries: Entries, context: CompressionContext, num_rows: int | None = None) -> CompressionResult:
         """Returns exactly ``context.capacity`` entries per head, live ones up to the head's budget; the entries as they
-        are if there are no more than the budget. Where ``context.shares`` are given, live ones come first.
+        are if there are no more than the budget.
 
         ``entries`` are not changed, and only the keys and values that a part asks for are read. They may hold dead
         ones, which are kept only if live ones are too few. An entry that stays keeps its place if the result has it.
@@ -198,28 +189,20 @@ class CompressionPolicy(BaseModel):
             return CompressionResult.of(entries, CacheUpdate.unchanged(entries))
         if context.budget < self.min_budget:
             raise ValueError(f"budget {context.budget} is smaller than this policy's least, {self.min_budget}")
-        context = replace(context, min_budget=self.min_unprotected, tracker_mode=self.tracker.mode)
-        by_row = self._goes_by_row(context)
-        budgets = context.budgets if context.shares is None else context.shares
-        if budgets is None:
-            budgets = self.head_budgets(entries, context)
-        groups: dict[int, list[int]] = {}
-        if by_row or len(set(budgets)) == 1:
-            groups[0] = [*range(len(budgets))]
-        else:
-            for row, budget in enumerate(budgets):
-                groups.setdefault(budget, []).append(row)
+        found = self.head_budgets(entries, context) if context.budgets is None else context.budgets
+        # A GPU is waited for if they follow data.
+        budgets = [min(budget, context.capacity) for budget in found.tolist()]
+        are_together, groups = context.is_packed and self.takes_shares, dict[int, list[int]]()
+        for row, budget in enumerate(budgets):
+            groups.setdefault(0 if are_together else budget, []).append(row)
         size = entries.num_rows if num_rows is None else num_rows
         parts, sources, order = [], [], []
         for group in groups.values():
             for rows in (group[start : start + size] for start in range(0, len(group), size)):
                 order += rows
                 sources.append(entries.of_rows(rows) if len(rows) < entries.num_rows else entries)
-                some, budget = context.of_rows(rows), max(budgets[row] for row in rows)
-                if budget != some.budget:
-                    some = replace(some, budget=budget)
-                update = self._compress_rows(sources[-1], some)
-                parts.append(update if context.shares is None else update.extended(context.capacity))
+                update = self._compress_rows(sources[-1], context.of_rows(rows), [budgets[row] for row in rows])
+                parts.append(update.extended(context.capacity) if context.is_packed else update)
                 may_pause(len(rows))
         if len(parts) == 1:
             return CompressionResult.of(entries, parts[0])
@@ -229,18 +212,9 @@ class CompressionPolicy(BaseModel):
             update = update.of_rows([order.index(row) for row in range(len(order))])
         return CompressionResult.of(entries, update)
 
-    def head_budgets(self, entries: Entries, context: CompressionContext) -> list[int]:
-        """The allocator's budget of each row, for which a GPU is waited for if they follow data.
-
-        Raises:
-            PartError: the tracker, the selector or the allocator failed.
-        """
-        found = self.found_budgets(entries, context)
-        return self.whole_budgets(found.tolist() if isinstance(found, Tensor) else found, context.capacity)
-
-    def found_budgets(self, entries: Entries, context: CompressionContext) -> list[int] | Tensor:
-        """The allocator's budgets of rows, as ``whole_budgets`` takes them; a tensor, ``[H]`` int64, if they are on the
-        GPU.
+    def head_budgets(self, entries: Entries, context: CompressionContext) -> Tensor:
+        """``[H]`` int64: the allocator's budget of each row, protected entries included, at least ``min_budget``; on
+        the entries' device if they follow data.
 
         Raises:
             PartError: the tracker, the selector or the allocator failed.
@@ -251,7 +225,7 @@ class CompressionPolicy(BaseModel):
             is_protected = within(self.protect, entries.positions)
             entries, importance = entries.without(is_protected), importance.masked_fill(is_protected, 0.0)
         with _bounded(self.allocator, context):
-            return _checked_budgets(self.allocator.head_budgets(entries, importance, others), entries.num_rows)
+            return self._whole(self.allocator.head_budgets(entries, importance, others), entries.num_rows)
 
     def pooled_mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what ``pooled_budgets`` takes of some layers; negative for entries that do not compete.
@@ -264,14 +238,14 @@ class CompressionPolicy(BaseModel):
             hidden = hidden | within(self.protect, entries.positions)
         return self._mass(entries, self._of_others(context)).masked_fill(hidden, -1.0)
 
-    def pooled_budgets(self, mass: Tensor, context: CompressionContext) -> list[int] | Tensor:
-        """``found_budgets`` of all layers of a request; only where the allocator ``pools_layers``. mass: of all layers.
+    def pooled_budgets(self, mass: Tensor, context: CompressionContext) -> Tensor:
+        """``head_budgets`` of all layers of a request; only where the allocator ``pools_layers``. mass: of all layers.
 
         Raises:
             PartError: the allocator failed.
         """
         with _bounded(self.allocator, context):
-            return _checked_budgets(self.allocator.pooled_budgets(mass, self._of_others(context)), len(mass))
+            return self._whole(self.allocator.pooled_budgets(mass, self._of_others(context)), len(mass))
 
     def _of_others(self, context: CompressionContext) -> CompressionContext:
         """What allocators see: the budget of the entries that are not protected."""
@@ -282,11 +256,14 @@ class CompressionPolicy(BaseModel):
             tracker_mode=self.tracker.mode,
         )
 
-    def whole_budgets(self, found: Sequence[int], capacity: int) -> list[int]:
-        """Budgets that rows can have, protected entries included. found: ``found_budgets`` of any rows."""
-        protected, least = self.num_protected, self.min_budget
-        usable = {budget: min(max(budget + protected, least), capacity) for budget in set(found)}
-        return [usable[budget] for budget in found]
+    def _whole(self, budgets: Tensor | Sequence[int], num_rows: int) -> Tensor:
+        """An allocator's budgets of the entries that are not protected as those of all. Raises ValueError."""
+        if len(budgets) != num_rows:
+            raise ValueError(f"head_budgets must be {num_rows} numbers, got {len(budgets)}")
+        if not isinstance(budgets, Tensor):  # another package's allocator may return a list
+            budgets = torch.tensor([int(budget) for budget in budgets], device="cpu")
+        budgets = budgets.long()
+        return (budgets + self.num_protected if self.protect else budgets).clamp(min=self.min_budget)
 
     def _mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]`` float32: what allocators compare, 0 for dead entries: shares of each head's attention, or the
@@ -317,49 +294,35 @@ class CompressionPolicy(BaseModel):
                 raise ValueError(f"layer_budgets must be {num_layers} numbers, got {len(budgets)}")
             return [min(max(int(one) + self.num_protected, self.min_budget), num_entries) for one in budgets]
 
-    def _compress_rows(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
-        """``context.capacity`` places for each of these rows, ``context.budget`` of them filled; only these, or as many
-        as there are entries, where budgets are ``context.shares``."""
-        num_places = context.capacity if context.shares is None else context.budget
-        by_row = self._goes_by_row(context)
-        if context.budget >= len(entries) and not by_row:
+    def _compress_rows(self, entries: Entries, context: CompressionContext, budgets: list[int]) -> CacheUpdate:
+        """``context.capacity`` places for each of these rows, of which ``budgets`` are filled; if they are packed, as
+        many as the largest budget, or as there are entries."""
+        most, are_together = max(budgets), context.is_packed and self.takes_shares
+        if most >= len(entries) and not are_together:
             update = CacheUpdate.unchanged(entries)
-            return update if context.shares is not None else update.in_place(entries, num_places)
+            return update if context.is_packed else update.in_place(entries, context.capacity)
+        num_places = most if context.is_packed else context.capacity
         num_protected = count_below(self.protect, context.num_covered)
+        others_budgets = torch.tensor([budget - num_protected for budget in budgets], device="cpu")
+        context = replace(
+            context,
+            budget=most - num_protected,
+            budgets=sent(others_budgets, entries.positions.device),
+            num_slots=min(self.merger.num_slots(most - num_protected), most - num_protected - self.selector.min_budget),
+            tracker_mode=self.tracker.mode,
+        )
         if not num_protected:
-            context = self._with_slots(context, entries)
             update = self._compress_unprotected(entries, context)
-            if by_row or context.num_kept == num_places:
-                return update
-            return update.in_place(entries, num_places)
+            return update if context.num_kept == num_places else update.in_place(entries, num_places)
         is_protected = within(self.protect, entries.positions)
-        context = self._with_slots(context.beside(num_protected), entries)
         others = self._compress_unprotected(entries.without(is_protected), context)
         # A dead entry that is kept for want of others may be one that is only hidden.
         others = others.without(~others.is_live)
         update = others.behind(entries, padded_nonzero(is_protected, num_protected))
-        return update if by_row else update.in_place(entries, num_places)
-
-    def _with_slots(self, context: CompressionContext, entries: Entries) -> CompressionContext:
-        """The same with the merger's part of the budget, and of those of rows."""
-        num_slots = self._num_slots(context.budget)
-        if context.shares is None or not self._goes_by_row(context):
-            return context if num_slots == context.num_slots else replace(context, num_slots=num_slots)
-        slots_of = {share: self._num_slots(share) for share in set(context.shares)}
-        budgets = torch.tensor(context.shares, device="cpu")
-        slots = torch.tensor([slots_of[share] for share in context.shares], device="cpu")
-        rows = RowBudgets(budgets, slots, sent(budgets - slots, entries.positions.device))
-        return replace(context, num_slots=num_slots, rows=rows)
-
-    def _goes_by_row(self, context: CompressionContext) -> bool:
-        """True if rows with different budgets are compressed together."""
-        return context.shares is not None and self.takes_shares
-
-    def _num_slots(self, budget: int) -> int:
-        return min(self.merger.num_slots(budget), budget - self.selector.min_budget)
+        return update if are_together else update.in_place(entries, num_places)
 
     def _compress_unprotected(self, entries: Entries, context: CompressionContext) -> CacheUpdate:
-        """``context.budget`` places for each of these rows, filled as far as ``context.counts`` says."""
+        """``context.budget`` places for each of these rows, of which ``context.budgets`` are filled."""
         has_slots = context.num_slots > 0 and not context.at_prompt_end  # tokens are none
         candidates, importance, protected = self._rank(entries, context, has_slots)
         with _bounded(self.merger, context):
@@ -370,7 +333,13 @@ class CompressionPolicy(BaseModel):
         if earlier is not None:
             remaining = earlier.view(entries)
             candidates, importance, protected = self._rank(remaining, context, context.num_slots > 0)
-        kept = in_place(self._select(candidates, importance, protected, context), context.counts, context.num_kept)
+        with _bounded(self.selector, context):
+            selected = self.selector.select(candidates, importance, protected, context)
+            if is_foreign(self.selector):
+                check_tensor("select", selected, tuple(importance.shape), importance, torch.bool)
+                if bool((selected.sum(1) != context.counts).any()):
+                    raise ValueError(f"select must choose {context.counts.tolist()} entries of the heads")
+        kept = in_place(selected, context.counts, context.num_kept)
         with _bounded(self.merger, context):
             update = self.merger.merge(remaining, kept, importance, protected, context)
             if is_foreign(self.merger):
@@ -378,18 +347,6 @@ class CompressionPolicy(BaseModel):
         if earlier is not None:
             update = update.after(earlier, remaining)
         return update
-
-    def _select(
-        self, candidates: Entries, importance: Tensor, protected: Tensor, context: CompressionContext
-    ) -> Tensor:
-        """``[H, n]`` bool: the entries that stay, ``context.num_kept`` per head."""
-        with _bounded(self.selector, context):
-            selected = self.selector.select(candidates, importance, protected, context)
-            if is_foreign(self.selector):
-                check_tensor("select", selected, tuple(importance.shape), importance, torch.bool)
-                if bool((selected.sum(1) != context.counts).any()):
-                    raise ValueError(f"select must choose {context.counts} entries of each head")
-            return selected
 
     def _rank(self, entries: Entries, context: CompressionContext, has_slots: bool) -> tuple[Entries, Tensor, Tensor]:
         """The entries that the selector may keep, the importance of all entries, and the mask of protected ones."""
@@ -414,10 +371,3 @@ def _bounded(part: Part, context: CompressionContext) -> Iterator[None]:
     """What goes wrong inside is the part's doing. Another package's holds no more than it may."""
     with blamed_on(part), memory_limit(context.most_bytes if is_foreign(part) else None):
         yield
-
-
-def _checked_budgets(budgets: Sequence[int] | Tensor, num_rows: int) -> list[int] | Tensor:
-    """An allocator's budgets of rows, in whole numbers. Raises ValueError."""
-    if len(budgets) != num_rows:
-        raise ValueError(f"head_budgets must be {num_rows} numbers, got {len(budgets)}")
-    return budgets.long() if isinstance(budgets, Tensor) else [int(budget) for budget in budgets]

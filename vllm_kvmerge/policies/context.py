@@ -83,31 +83,21 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class RowBudgets:
-    """What each row keeps where that differs, ``[H]`` int64.
-
-    budgets: entries to keep, and slots: those of them that the merger fills itself, on the CPU. counts: what that
-    leaves the selector, on the entries' device.
-    """
-
-    budgets: Tensor
-    slots: Tensor
-    counts: Tensor
-
-
-@dataclass(frozen=True)
 class CompressionContext:
     """All that a policy knows besides the entries. ``H``: sequence layers x KV heads, see ``Heads``.
 
-    budget: entries to keep per head, on average over layers and heads; parts see that of their own rows.
+    budget: entries to keep per head, on average over layers and heads; selectors and mergers see the largest of their
+    rows.
     capacity: entries to return per head, dead ones included.
     num_tokens: tokens computed so far, thus the next token's position; that of the longest of several requests.
     at_prompt_end: true for a request's first compression.
     heads: the rows that are compressed. scale: factor of the attention logits. softmax: what else the model does with
     them, for parts that take it (``Part.takes_cap``, ``Part.takes_sinks``).
-    min_budget: fewest entries that any head of any layer can be given; set by the composition.
-    num_slots: entries of the budget that the merger fills itself; set by the composition.
-    rows: what each row keeps, where that differs and the selector ``takes_shares``; set by the composition.
+    min_budget: fewest entries that an allocator may give a head; set by the composition.
+    budgets: ``[H]`` int64 on the CPU, live entries that each row may keep; None: the allocator is asked. Selectors and
+    mergers see them on the entries' device, all alike unless both parts ``takes_shares``.
+    is_packed: each row's entries lie in as many first places as its budget; otherwise anywhere in ``capacity``.
+    num_slots: entries of each row's budget that the merger fills itself; set by the composition.
     tracker_mode: what the entries' statistics are; set by the composition.
     queries: the newest queries, if the policy reads some (``query_window``) and they are known.
     output_weights: ``[H, G, hidden, d]`` in the model's dtype, each query head's part of the output projection, if the
@@ -115,8 +105,6 @@ class CompressionContext:
     rotation: the model's rotary position embedding, if it has one that is known.
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
-    shares: each row's budget, if the allocator has been asked before; the entries then lie in as many first places.
-    budgets: each row's budget, where the allocator is not to be asked and there are no shares.
     end: tokens that the entries stand for, where they are not all: a refresh may leave the newest as they are.
     most_bytes: of tensors that another package's part may hold while it works; None: no limit.
     """
@@ -129,15 +117,14 @@ class CompressionContext:
     scale: float = 1.0
     softmax: Softmax = PLAIN_SOFTMAX
     min_budget: int = 0
+    budgets: Tensor | None = None
+    is_packed: bool = False
     num_slots: int = 0
-    rows: RowBudgets | None = None
     tracker_mode: ScoreMode = ScoreMode.NONE
     queries: Queries | None = None
     output_weights: Tensor | None = None
     rotation: Rotation | None = None
     layer_statistics: Tensor | None = None
-    shares: list[int] | None = None
-    budgets: list[int] | None = None
     end: int | None = None
     most_bytes: int | None = None
 
@@ -165,21 +152,17 @@ class CompressionContext:
 
     @property
     def num_kept(self) -> int:
-        """Entries that the selector keeps."""
+        """The most entries that the selector keeps of a row."""
         return self.budget - self.num_slots
 
-    @property
-    def counts(self) -> int | Tensor:
-        """The same for a selector that ``takes_shares``: of all rows, or of each (``[H]`` int64)."""
-        return self.num_kept if self.rows is None else self.rows.counts
-
-    def beside(self, num_entries: int) -> "CompressionContext":
-        """The context of the other entries where so many of each row stay as they are."""
-        shares = self.shares and [share - num_entries for share in self.shares]
-        return replace(self, budget=self.budget - num_entries, shares=shares)
+    @cached_property
+    def counts(self) -> Tensor:
+        """``[H]`` int64: entries that the selector keeps of each row."""
+        assert self.budgets is not None
+        return self.budgets - self.num_slots if self.num_slots else self.budgets
 
     def of_rows(self, rows: list[int]) -> "CompressionContext":
-        """The context of some of the rows, once budgets are assigned."""
+        """The context of some of the rows, but for ``budgets``."""
         if len(rows) == len(self.heads.layers):
             return self
         weights = self.output_weights
@@ -193,5 +176,4 @@ class CompressionContext:
             queries=None if self.queries is None else self.queries.of_rows(rows),
             output_weights=weights,
             layer_statistics=None,
-            shares=None if self.shares is None else [self.shares[row] for row in rows],
         )

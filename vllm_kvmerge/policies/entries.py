@@ -34,7 +34,7 @@ class Entries:
     log_votes: ``[H, n]`` float32, added to the logit by attention (0 for an ordinary token).
     scores: ``[H, n]`` float32, the tracker's statistic.
     aux: ``[H, n]`` float32, a second statistic, 0 in a new entry. The trackers ``mean`` and ``log_ema`` own it, and
-    count the queries that have scored the entry (``query_counts``). Otherwise attention leaves it alone, and a
+    count the queries that have scored the entry. Otherwise attention leaves it alone, and a
     merger may keep a number of its own there: ``residual`` the tokens of a slot, ``d2o`` its threshold.
     positions: ``[H, n]`` int64, of the newest token merged in; ``DEAD`` where empty.
 
@@ -66,11 +66,6 @@ class Entries:
     def num_live(self) -> Tensor:
         """``[H]`` int64: number of live entries."""
         return ops.num_live(self.positions)
-
-    @property
-    def query_counts(self) -> Tensor:
-        """``[H, n]`` float32: number of queries that have scored each entry, if the tracker counts them in ``aux``."""
-        return self.aux
 
     @property
     def metadata(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from vllm_kvmerge.policies.entries import Entries
 # fmt: off
 __all__ = [
     "by_position", "complement", "in_place", "inverse", "largest", "listed", "mask_of", "newest",
-    "padded_nonzero", "ranked", "select", "sinks", "top", "width_on",
+    "padded_nonzero", "select", "sinks", "top", "width_on",
 ]
 # fmt: on
 
@@ -56,16 +56,6 @@ def newest(entries: Entries, count: int | Tensor, num_sinks: int = 0) -> Tensor:
 def sinks(entries: Entries, num_tokens: int) -> Tensor:
     """``[H, n]`` bool: live entries of the sequence's first ``num_tokens`` tokens."""
     return entries.is_live & (entries.positions < num_tokens)
-
-
-def ranked(ranking: Tensor, protected: Tensor, entries: Entries) -> Tensor:
-    """``[H, n]``: ``ranking`` (floating point) such that protected entries are above all others and dead ones below.
-
-    Infinite and NaN values only ever order live entries.
-    """
-    limits = torch.finfo(ranking.dtype)
-    ranking = ranking.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
-    return ranking.masked_fill(protected, torch.inf).masked_fill(~entries.is_live, -torch.inf)
 
 
 def top(ranking: Tensor, protected: Tensor, entries: Entries, count: int | Tensor) -> Tensor:

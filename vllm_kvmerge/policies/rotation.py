@@ -45,13 +45,9 @@ class Rotation:
         starts. Where the table is shorter, the mean is over as many positions as it has.
         """
         first = self.table[:count].to(vectors.dtype)
-        mean_cos, mean_sin = (first.mean(0) / first[0, : self._num_pairs].repeat(2)).chunk(2)
+        mean_cos, mean_sin = (first.mean(0) / first[0].chunk(2)[0].repeat(2)).chunk(2)
         cos, sin = self._at(starts, vectors.dtype)
         return self._apply(vectors, cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin)
-
-    @property
-    def _num_pairs(self) -> int:
-        return self.table.shape[1] // 2
 
     def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, ``[..., r/2]`` each."""

@@ -81,7 +81,7 @@ class MeanTracker(ScoringTracker):
 
     def importance(self, entries: Entries) -> Tensor:
         """-inf for an entry that no query has seen."""
-        return torch.where(entries.query_counts > 0, entries.scores / entries.query_counts, -torch.inf)
+        return torch.where(entries.aux > 0, entries.scores / entries.aux, -torch.inf)
 
 
 @register
@@ -105,7 +105,7 @@ class LogEmaTracker(ScoringTracker):
 
     def importance(self, entries: Entries) -> Tensor:
         """ln(p s_hat): the logarithm of the entry's contribution to attention's denominator."""
-        return ops.log_contributions(entries.log_votes, entries.scores, entries.query_counts, self.ema_decay)
+        return ops.log_contributions(entries.log_votes, entries.scores, entries.aux, self.ema_decay)
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]

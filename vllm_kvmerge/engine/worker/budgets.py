@@ -92,13 +92,12 @@ class BudgetedLayers(WrittenLayers):
             return None
 
     def _add_budgets(self, batch: Batch, part: list[SequenceLayer]) -> None:
-        def of_heads(seq_layers: list[SequenceLayer]) -> list[int] | Tensor:
+        def of_heads(seq_layers: list[SequenceLayer]) -> Tensor:
             entries = self.gather(seq_layers, batch)
             with time_limit(batch.time_left()):
-                return batch.policy.found_budgets(entries, self.context(seq_layers, batch))
+                return batch.policy.head_budgets(entries, self.context(seq_layers, batch))
 
-        for some, found in contained(part, batch.failed, of_heads):
-            given = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
+        for some, given in contained(part, batch.failed, of_heads):
             if batch.budgets is None:
                 batch.budgets = self._unknown_budgets(batch, given.device)
             for place, heads in self._heads_of(some):
@@ -128,15 +127,14 @@ class BudgetedLayers(WrittenLayers):
         masses = batch.masses
         assert masses is not None
 
-        def split(seq_layers: list[SequenceLayer]) -> list[int] | Tensor:
+        def split(seq_layers: list[SequenceLayer]) -> Tensor:
             with time_limit(batch.time_left()):
                 context = self.context(seq_layers, batch)
                 return batch.policy.pooled_budgets(masses[seq_layers[0].request], context)
 
         for request in range(len(batch.compactions)):
             layers = [SequenceLayer(request, layer) for layer in range(len(self.layers))]
-            for _, found in contained(layers, batch.failed, split):
-                given = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
+            for _, given in contained(layers, batch.failed, split):
                 if batch.budgets is None:
                     batch.budgets = self._unknown_budgets(batch, given.device)
                 batch.budgets[request] = given
@@ -174,15 +172,15 @@ class BudgetedLayers(WrittenLayers):
         elif compaction.budget_data is not None:
             numbers = compaction.budget_data.take()
         elif compaction.pages is not None:
-            return [int(front) for front in compaction.pages.fronts.flatten().tolist()]
+            numbers = compaction.pages.fronts.flatten().tolist()
         else:
             return [plan.budget] * found.shape[1]
-        return batch.policy.whole_budgets(numbers, plan.new_front)
+        return [int(budget) for budget in numbers]
 
     def _unknown_budgets(self, batch: Batch, device: torch.device) -> Tensor:
-        """``[plans, heads of all layers]`` int64, to be filled with ``found_budgets``."""
+        """``[plans, heads of all layers]`` int64, to be filled with budgets of heads."""
         shape = len(batch.compactions), len(self.layers) * self.num_kv_heads
-        return torch.full(shape, batch.plan.budget - batch.policy.num_protected, dtype=torch.int64, device=device)
+        return torch.full(shape, batch.plan.budget, dtype=torch.int64, device=device)
 
     def _fronts(self, batch: Batch) -> list[FrontReport]:
         """What the shares of each request come to: as many blocks as the tensor-parallel worker takes that needs most,

@@ -139,7 +139,7 @@ class Batch:
 
     What looking at all layers before they are compressed comes to: statistics: the allocator's, ``[plans, layers]``
     float32, zeros where it failed; None: not known yet, or there are none. masses: of a policy that compares the heads
-    of all layers, ``[plans, heads of all layers, n]``. budgets: the policy's ``found_budgets``, ``[plans, heads of all
+    of all layers, ``[plans, heads of all layers, n]``. budgets: the policy's ``head_budgets``, ``[plans, heads of all
     layers]``.
     """
 

@@ -81,13 +81,14 @@ class CachedLayers:
     def context(self, seq_layers: list[SequenceLayer], batch: Batch) -> CompressionContext:
         """What policies know of sequence layers beside their entries."""
         layers, capacity, statistics = [one.layer for one in seq_layers], batch.plan.new_front, batch.statistics
-        shares = self._shares_of(seq_layers, batch) if batch.shares else None
-        if shares is not None and batch.assignments:  # other places have no room
-            capacity = max(shares)
         window, allocator = batch.policy.query_window, batch.policy.allocator
         budgets = None
-        if not batch.settles_shares and allocator.reads_attention and not allocator.has_layer_statistic:
-            budgets = [batch.plan.budget] * (len(layers) * self.num_kv_heads)
+        if batch.shares:
+            budgets = torch.tensor(self._shares_of(seq_layers, batch), device="cpu")
+            if batch.assignments:  # other places have no room
+                capacity = int(budgets.max())
+        elif not batch.settles_shares and allocator.reads_attention and not allocator.has_layer_statistic:
+            budgets = torch.full((len(layers) * self.num_kv_heads,), batch.plan.budget, device="cpu")
         return CompressionContext(
             budget=batch.plan.budget,
             capacity=capacity,
@@ -100,8 +101,8 @@ class CachedLayers:
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
             rotation=self.rotation,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
-            shares=shares,
             budgets=budgets,
+            is_packed=bool(batch.shares),
             end=batch.plan.num_tokens if batch.plan.is_refresh else None,
             most_bytes=EXCESS * max(self.max_bytes, len(layers) * self.num_kv_heads * batch.held),
         )

@@ -34,5 +34,4 @@ class Adaptive(Allocator):
         budget = context.budget
         floor = max(int(self.floor_share * budget), context.min_budget)
         shares = context.heads.by_sequence_layer(importance.masked_fill(~entries.is_live, -1.0))
-        counts = ops.split_budget(shares, shares.shape[1] * budget, floor, self.capacity(budget))
-        return counts.flatten()
+        return ops.split_budget(shares, shares.shape[1] * budget, floor, self.capacity(budget)).flatten()

@@ -39,5 +39,4 @@ class AllHeads(Allocator):
     def _split(self, shares: Tensor, context: CompressionContext) -> Tensor:
         """``shares``: ``[groups, heads, n]``, of groups that have a budget each."""
         total, most = shares.shape[1] * context.budget, self.capacity(context.budget)
-        counts = ops.split_budget(shares, total, context.min_budget, most)
-        return counts.flatten()
+        return ops.split_budget(shares, total, context.min_budget, most).flatten()

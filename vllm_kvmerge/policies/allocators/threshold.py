@@ -32,5 +32,4 @@ class Threshold(Allocator):
 
     def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
         counts = (importance > self.threshold).sum(1) + context.min_budget
-        counts = counts.minimum(entries.is_live.sum(1)).clamp(max=self.capacity(context.budget))
-        return counts
+        return counts.minimum(entries.num_live).clamp(max=self.capacity(context.budget))

@@ -41,16 +41,17 @@ class Variance(Allocator):
         squares = (relative - 1.0).square().masked_fill(~entries.is_live, 0.0)
         return context.heads.of_all_workers(squares.sum(1) / num_live.squeeze(1)).mean(1)
 
-    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> list[int]:
+    def head_budgets(self, entries: Entries, importance: Tensor, context: CompressionContext) -> Tensor:
         if context.layer_statistics is None:
             # A single layer has nothing to compare it with.
-            return [context.budget] * entries.num_rows
+            return torch.full((entries.num_rows,), context.budget, device="cpu")
         statistics = context.layer_statistics.tolist()
-        budgets = [self._layer_budgets(variances, context.budget, context.min_budget) for variances in statistics]
+        budgets = [self._split(variances, context.budget, context.min_budget) for variances in statistics]
         size = context.heads.num_kv_heads
-        return [budgets[row // size][layer] for row, layer in enumerate(context.heads.layers)]
+        by_row = [budgets[row // size][layer] for row, layer in enumerate(context.heads.layers)]
+        return torch.tensor(by_row, device="cpu")
 
-    def _layer_budgets(self, variances: list[float], budget: int, least: int) -> list[int]:
+    def _split(self, variances: list[float], budget: int, least: int) -> list[int]:
         mean = sum(variances) / len(variances)
         if not 0.0 < mean < math.inf:  # nothing is known, or attention has come to NaN
             return [budget] * len(variances)

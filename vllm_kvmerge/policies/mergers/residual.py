@@ -7,7 +7,6 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import DEAD, CacheUpdate, CompressionContext, Entries, Merger, ScoreMode
 from vllm_kvmerge.policies.indexing import complement, inverse
 from vllm_kvmerge.policies.mergers.convex import take_in
@@ -51,35 +50,27 @@ class ResidualMerger(Merger):
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext
     ) -> CacheUpdate:
-        row_slots = None if context.rows is None else context.rows.slots
         if context.at_prompt_end:
-            slots = _average_runs(entries.take(complement(kept, len(entries))), context.num_slots, row_slots)
+            slots = _average_runs(entries.take(complement(kept, len(entries))), context.num_slots)
         else:
-            slots = _absorb_one_by_one(entries, kept, context.num_slots, row_slots)
+            slots = _absorb_one_by_one(entries, kept, context.num_slots)
         # Of dead slots too, whose metadata will be overwritten (``CacheUpdate.emptied``).
         slots = replace(slots, log_votes=self.alpha * torch.log(slots.aux))
         return slots.behind(entries, kept)
 
 
-def _num_tokens(aux: Tensor, is_live: Tensor) -> Tensor:
-    """Number of tokens that each entry stands for, from ``aux``: a slot's w, 1 of an ordinary entry, 0 where dead."""
-    return torch.where(is_live, aux.clamp(min=1.0), 0.0)
-
-
-def _average_runs(rest: Entries, num_slots: int, row_slots: Tensor | None = None) -> CacheUpdate:
+def _average_runs(rest: Entries, num_slots: int) -> CacheUpdate:
     """``num_slots`` places per head, all new: means of equal runs of the live entries in order of position.
 
-    The lengths of runs differ by at most one; with fewer entries than slots, the last slots are dead. row_slots:
-    ``[H]`` int64 on the CPU, the slots of each head where they differ: others of its places are dead.
+    The lengths of runs differ by at most one; with fewer entries than slots, the last slots are dead.
     """
-    own = num_slots if row_slots is None else sent(row_slots, rest.positions.device).unsqueeze(1)
     rest.kill(~rest.is_live)  # so that sums need no mask
-    weights = _num_tokens(rest.aux, rest.is_live)
+    weights = rest.aux.clamp(min=1.0).masked_fill(~rest.is_live, 0.0)  # tokens that each stands for
     num_live = rest.is_live.sum(1, keepdim=True)
     # Dead entries come last, in any run: their weight is 0.
     order = rest.positions.masked_fill(~rest.is_live, torch.iinfo(torch.int64).max).argsort(dim=1, stable=True)
     rank = torch.arange(len(rest), device=order.device).expand_as(order)
-    run_of_rank = (rank * num_live.clamp(max=own) // num_live.clamp(min=1)).clamp(max=own - 1)
+    run_of_rank = (rank * num_live.clamp(max=num_slots) // num_live.clamp(min=1)).clamp(max=num_slots - 1)
     run = torch.empty_like(order).scatter_(1, order, run_of_rank)
 
     def total(tensor: Tensor) -> Tensor:
@@ -99,25 +90,18 @@ def _average_runs(rest: Entries, num_slots: int, row_slots: Tensor | None = None
         changed=torch.arange(num_slots, device=run.device).expand_as(positions).masked_fill(positions == DEAD, DEAD),
         keys=total(rest.keys.mul_(share)),
         values=total(rest.values.mul_(share)),
-        merged=(num_live - own).clamp(min=0)[:, 0],
+        merged=(num_live - num_slots).clamp(min=0)[:, 0],
     )
 
 
-def _absorb_one_by_one(entries: Entries, kept: Tensor, num_slots: int, row_slots: Tensor | None = None) -> CacheUpdate:
+def _absorb_one_by_one(entries: Entries, kept: Tensor, num_slots: int) -> CacheUpdate:
     """``num_slots`` places per head: slots with the entries merged in that are not ``kept`` (ZSMerge eq. 6-7).
 
     In order of position, each founds a slot while there is room, and then joins the slot of largest k_r . k_t. Slots in
-    excess of ``num_slots`` join the others, with their weight. kept: ``[H, c]`` int64. row_slots: ``[H]`` int64 on the
-    CPU, those of each head where they differ: others of its places are dead.
+    excess of ``num_slots`` join the others, with their weight. kept: ``[H, c]`` int64.
     """
     n = len(entries)
     line = ops.line_up(inverse(kept, n), entries.positions, entries.aux, entries.scores, n - kept.shape[1])
-    if row_slots is not None:
-        place, own = torch.arange(line[0].shape[1], device="cpu"), row_slots.unsqueeze(1)
-        behind = torch.where(place < num_slots, DEAD, place - num_slots + own)
-        apart = sent(torch.where(place < own, place, behind), kept.device)
-        index, positions, weights, scores = ops.take(apart, [*line], [DEAD, DEAD, 0.0, 0.0])
-        line = index, positions, weights, scores
     (slots, newest, aux, sums), (sources, positions, weights, scores) = (
         [plane[:, part].contiguous() for plane in line] for part in (slice(num_slots), slice(num_slots, None))
     )

@@ -251,7 +251,7 @@ class ZipMerger(Merger):
         kept: ``[H, c]`` int64; None: all entries, those that join others too. sources, targets: ``[H, m]`` int64,
         indices of entries; targets are kept, and no entry is both. joins: ``[H, m]`` bool. protected: ``[H, n]`` bool.
         """
-        known = entries.log_votes, entries.scores, entries.query_counts, entries.positions, protected
+        known = entries.log_votes, entries.scores, entries.aux, entries.positions, protected
         planes = ZipPlanes(*known, scores.log_scores, scores.log_norms)
         of_model = context.tracker_mode, self.zip_mode, context.softmax
         groups = ops.zip_groups(sources, targets, joins, planes, *of_model)

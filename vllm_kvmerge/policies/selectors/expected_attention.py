@@ -4,17 +4,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import (
-    DEAD,
-    MAX_QUERIES,
-    MAX_TOKENS,
-    CompressionContext,
-    Entries,
-    HeadShape,
-)
+from vllm_kvmerge.policies.base import DEAD, MAX_QUERIES, MAX_TOKENS, CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.indexing import sinks
 from vllm_kvmerge.policies.registry import register
-from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+from vllm_kvmerge.policies.selectors.ranked import RankedSelector, SinkTokens
 
 
 @register
@@ -41,9 +34,7 @@ class ExpectedAttention(RankedSelector):
     needs_rotation = True
     has_mass = True
 
-    num_sink_tokens: int = Field(
-        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
-    )
+    num_sink_tokens: SinkTokens = 4
     statistics_window: int = Field(
         256, ge=1, le=MAX_QUERIES, description="Newest queries whose mean and covariance stand for those to come."
     )

@@ -5,10 +5,10 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, top
 from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.selectors.ranked import SinkTokens
 
 
 @register
@@ -23,9 +23,7 @@ class HeavyHitter(Selector):
     needs_scores = True
     takes_shares = True
 
-    num_sink_tokens: int = Field(
-        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
-    )
+    num_sink_tokens: SinkTokens = 4
     recent_window: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
         None, description="Newest entries that are always kept; default: recent_share of the budget."
     )
@@ -38,20 +36,15 @@ class HeavyHitter(Selector):
         return self.num_sink_tokens + (1 if self.recent_window is None else self.recent_window) + 1
 
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
-        num_recent = self._num_recent(context)
-        if isinstance(num_recent, Tensor):
-            num_recent = sent(num_recent, entries.positions.device)
-        return newest(entries, num_recent, self.num_sink_tokens)
+        return newest(entries, self._num_recent(context), self.num_sink_tokens)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return top(importance, protected, entries, context.counts)
 
     def _num_recent(self, context: CompressionContext) -> int | Tensor:
-        """Of all rows, or of each, on the CPU."""
+        """Of all rows, or of each, ``[H]`` int64."""
         if self.recent_window is not None:
             return self.recent_window
-        if context.rows is None:
-            room = context.num_kept - self.num_sink_tokens - 1
-            return max(1, min(int(self.recent_share * context.budget), room))
-        budgets, rooms = context.rows.budgets, context.rows.budgets - context.rows.slots - (self.num_sink_tokens + 1)
-        return (self.recent_share * budgets.double()).long().minimum(rooms).clamp_(min=1)
+        assert context.budgets is not None
+        rooms = context.counts - (self.num_sink_tokens + 1)
+        return (context.budgets.double() * self.recent_share).long().minimum(rooms).clamp_(min=1)

@@ -1,13 +1,12 @@
 """Selector that keeps the entries whose keys are unlike the others'."""
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
-from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector
 
 
 @register
@@ -18,7 +17,7 @@ class KeyDiff(RankedSelector):
     source = "KeyDiff, Park et al., arXiv:2504.15364"
     needs_scores = False
 
-    recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
+    recent_window: NewestEntries = 8
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         # The sum has the mean's direction.

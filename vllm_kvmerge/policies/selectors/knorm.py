@@ -1,12 +1,11 @@
 """Selector that keeps the entries whose keys are short."""
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries
+from vllm_kvmerge.policies.base import CompressionContext, Entries
 from vllm_kvmerge.policies.registry import register
-from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector
 
 
 @register
@@ -17,7 +16,7 @@ class KeyNorm(RankedSelector):
     source = "L2 norm, Devoto et al., arXiv:2406.11430"
     needs_scores = False
 
-    recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
+    recent_window: NewestEntries = 8
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return -torch.cat([entries.keys_at(part).norm(dim=-1) for part in entries.parts()], dim=1)

@@ -9,19 +9,12 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from vllm_kvmerge.ops.types import sent
-from vllm_kvmerge.policies.base import (
-    DEAD,
-    MAX_QUERIES,
-    MAX_TOKENS,
-    CompressionContext,
-    Entries,
-    HeadShape,
-)
+from vllm_kvmerge.policies.base import DEAD, MAX_QUERIES, CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.rotation import Rotation
-from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector, SinkTokens
 
 RIDGE = 1e-2
 """Added to the diagonal of the sketched keys' Gram matrix, as in kvpress."""
@@ -55,10 +48,8 @@ class Leverage(RankedSelector):
     needs_rotation = True
     has_mass = True
 
-    num_sink_tokens: int = Field(
-        8, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
-    )
-    recent_window: int = Field(4, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
+    num_sink_tokens: SinkTokens = 8
+    recent_window: NewestEntries = 4
     attention_window: int = Field(
         128, ge=1, le=MAX_QUERIES, description="Newest queries that attend in place of each chunk's own."
     )
@@ -74,17 +65,16 @@ class Leverage(RankedSelector):
     def query_window(self) -> int:
         return self.attention_window
 
-    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        return self._scores(entries, protected, context)
-
     def mass(self, entries: Entries, context: CompressionContext) -> Tensor:
         """``[H, n]``: softmax of the ranking; what is protected counts as its head's best."""
         protected = self.protected(entries, context)
-        scores = self._scores(entries, protected, context).masked_fill(~entries.is_live | protected, -torch.inf)
+        scores = self.ranking(entries, entries.scores, protected, context).masked_fill(
+            ~entries.is_live | protected, -torch.inf
+        )
         shares = scores.softmax(dim=1).nan_to_num(nan=0.0)  # NaN: all are protected
         return torch.where(protected, shares.amax(1, keepdim=True), shares)
 
-    def _scores(self, entries: Entries, protected: Tensor, context: CompressionContext) -> Tensor:
+    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         """``[H, n]``: blended scores; 0 for protected and dead entries."""
         rotation, queries = context.known_rotation(), context.queries
         if queries is not None:
@@ -115,7 +105,7 @@ class Leverage(RankedSelector):
         """The weight of leverage; by default, as in kvpress, the share of its head's entries that leave, ``[H, 1]``."""
         if self.blending is not None:
             return self.blending
-        return (1.0 - context.counts / entries.is_live.sum(1).clamp(min=1)).clamp(min=0.0).unsqueeze(1)
+        return (1.0 - context.counts * entries.num_live.clamp(min=1).reciprocal()).clamp(min=0.0).unsqueeze(1)
 
     def held(self, shape: HeadShape) -> int:
         # The sketched keys in float32 and, in four copies, in float64.

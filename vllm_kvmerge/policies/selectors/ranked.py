@@ -1,6 +1,7 @@
 """Base of selectors that keep the newest entries and, of the others, those of largest ranking."""
 
 from abc import abstractmethod
+from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
@@ -8,16 +9,19 @@ from torch import Tensor
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, top
 
+SinkTokens = Annotated[
+    int, Field(ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept.")
+]
+NewestEntries = Annotated[int, Field(ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")]
+
 
 class RankedSelector(Selector):
     """Selector whose subclass ranks. The newest stay even if the source protects none: generation needs them."""
 
     takes_shares = True
 
-    num_sink_tokens: int = Field(
-        0, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
-    )
-    recent_window: int = Field(1, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
+    num_sink_tokens: SinkTokens = 0
+    recent_window: NewestEntries = 1
 
     @property
     def min_budget(self) -> int:

@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from vllm_kvmerge.ops import newest_repeats
-from vllm_kvmerge.policies.base import DEAD, MAX_TOKENS, CompressionContext, Entries, HeadShape
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.pausing import at_once, may_pause
 from vllm_kvmerge.policies.registry import register
-from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector
 
 
 @register
@@ -31,7 +31,7 @@ class RedundancyAware(RankedSelector):
     needs_scores = True
     needs_probabilities = True
 
-    recent_window: int = Field(8, ge=0, le=MAX_TOKENS, description="Newest entries that are always kept.")
+    recent_window: NewestEntries = 8
     attention_share: float = Field(
         0.1, ge=0.0, le=1.0, description="Weight of attention against redundancy, lambda of R-KV."
     )

@@ -1,12 +1,12 @@
 """Selector that keeps the sequence's first tokens, and the newest entries."""
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
+from vllm_kvmerge.policies.base import CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import largest, sinks
 from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.selectors.ranked import SinkTokens
 
 
 @register
@@ -18,9 +18,7 @@ class SinkRecent(Selector):
     needs_scores = False
     takes_shares = True
 
-    num_sink_tokens: int = Field(
-        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that are always kept."
-    )
+    num_sink_tokens: SinkTokens = 4
 
     @property
     def min_budget(self) -> int:
