@@ -27,12 +27,9 @@ LABEL org.opencontainers.image.title="vllm-kvmerge" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-COPY docker/requirements-cuda.txt /tmp/
 COPY --from=builder /wheels /wheels
-# And what it depends on and vLLM does not bring (make lock); the versions of all else must stay.
-RUN uv pip install --no-cache --system --break-system-packages --no-deps --require-hashes \
-        --requirement /tmp/requirements-cuda.txt \
-    && uv pip install --no-cache --system --break-system-packages --no-deps /wheels/*.whl \
+# vLLM brings all that it depends on, in versions that must stay.
+RUN uv pip install --no-cache --system --break-system-packages --no-deps /wheels/*.whl \
     && rm -r /wheels \
     && python3 -I -c "import vllm_kvmerge.policies; from vllm_kvmerge.ops import cpu; print(cpu.levels())" \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvmerge \

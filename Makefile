@@ -226,7 +226,6 @@ lock: $(TOOLS)/.installed
 		| $(COMPILE) - --output-file docker/requirements-build.txt
 	$(COMPILE) pyproject.toml --extra cpu $(if $(TORCH_INDEX),$(INDEX) --index-strategy unsafe-best-match) \
 		$(addprefix --no-emit-package ,torchvision torchaudio torchcodec) --output-file docker/requirements-cpu.txt
-	echo greenlet | $(COMPILE) - --constraints docker/requirements-cpu.txt --output-file docker/requirements-cuda.txt
 
 # The address sanitizer must be in the process first. Python and PyTorch never free some of what they allocate, so leaks
 # are not looked for. Left out are tests that call none of the native operators, and those of vLLM's beside them, which

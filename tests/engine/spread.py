@@ -8,7 +8,7 @@ from unittest.mock import patch
 from vllm_kvmerge.engine import planning
 from vllm_kvmerge.engine.messages import CompressPart, Kind
 from vllm_kvmerge.engine.spreading import STEP_SECONDS, Pace, SpreadCompression
-from vllm_kvmerge.policies import pausing
+from vllm_kvmerge.policies import tiles
 
 NUM_PARTS = 1000
 """More than models in tests have heads: each is a part."""
@@ -49,7 +49,7 @@ def spread_over(num_steps: int) -> Iterator[Spread]:
 
     with (
         patch.object(planning, "STEP_SECONDS", -1.0),
-        patch.object(pausing, "PIECE_PRODUCTS", 1 << 14),
+        patch.object(tiles, "TILE_PRODUCTS", 1 << 14),
         patch.object(SpreadCompression, "next_part", next_part),
     ):
         yield done

@@ -50,7 +50,7 @@ def test_scores_of_generated_tokens_are_the_surrogates(engine, monkeypatch):
     follow from a compressed cache, nearly."""
     rng = np.random.default_rng(72)
     prompt, continuation = random_prompt(rng, 400), rng.integers(19, 780, 120).tolist()
-    found, gather = [], Compactor._gather
+    found, gather = [], Compactor.gather
 
     def watched(self, seq_layers, batch):
         entries = gather(self, seq_layers, batch)
@@ -58,7 +58,7 @@ def test_scores_of_generated_tokens_are_the_surrogates(engine, monkeypatch):
         found.append((layers, entries.positions.clone(), entries.scores.clone(), entries.is_live))
         return entries
 
-    monkeypatch.setattr(Compactor, "_gather", watched)
+    monkeypatch.setattr(Compactor, "gather", watched)
     extra = {**compression("kvzap", budget=200, window_size=32, interval=32), CONTINUATION: continuation}
     engine.tokens([prompt], SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, extra_args=extra))
     expected, last = predicted(prompt + continuation), 0

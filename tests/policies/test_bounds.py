@@ -5,7 +5,6 @@ import torch
 
 from vllm_kvmerge.policies.bounds import memory_limit
 from vllm_kvmerge.policies.errors import OutOfMemory
-from vllm_kvmerge.policies.pausing import in_pieces, may_pause
 
 KIB = 1 << 10
 
@@ -37,18 +36,3 @@ def test_what_is_held_at_once_counts(num_kib):
         for _ in range(6):
             held.append(floats(num_kib)[:1])
     assert len(held) == 24 // num_kib, "it ends where it exceeds the limit"
-
-
-def test_what_waits_for_others_meanwhile_is_not_counted_with_them():
-    def part() -> str:
-        with memory_limit(24 * KIB):
-            floats(20)
-            may_pause(1)
-        may_pause(2)
-        return "done"
-
-    pieces = in_pieces(part)
-    assert next(pieces) == 2
-    floats(1000)
-    with pytest.raises(StopIteration, match="done"):
-        next(pieces)

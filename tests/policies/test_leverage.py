@@ -1,5 +1,7 @@
 """Compactor's scores against dense float64 computations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from tests.policies.sampling import concatenate, for_parts, newest_queries, rand
 from vllm_kvmerge.policies import CompressionContext, Entries
 from vllm_kvmerge.policies.selectors import Leverage
 from vllm_kvmerge.policies.selectors.leverage import RIDGE, gaussian, leverage_scores
+from vllm_kvmerge.request.spec import parse_compression
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 16, 150
 SELECTOR = Leverage(num_sink_tokens=8, recent_window=4, attention_window=20, attention_chunk=40, sketch_size=12)
@@ -98,6 +101,15 @@ def test_dead_and_protected_entries_count_nowhere():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
     entries.keys[SELECTOR.protected(entries, context)] = 50.0
     torch.testing.assert_close(SELECTOR.mass(entries, context), expected)
+
+
+@pytest.mark.parametrize("fields", [{"allocator": "adaptive"}, {"budget": {"threshold": 0.004, "max": 60}}], ids=str)
+def test_budgets_follow_from_it(fields):
+    """Allocators read its mass before there are budgets."""
+    entries, context = scene()
+    policy = parse_compression({"policy": "compactor", "budget": 60} | fields).policy
+    kept = policy.compress(entries, replace(context, budgets=None, capacity=TOKENS)).kept
+    assert kept.min() > 0 and kept.max() <= TOKENS and len(kept.unique()) > 1
 
 
 def test_the_sketch_is_always_the_same():

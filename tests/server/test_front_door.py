@@ -193,7 +193,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_stream(guarded: Server, clie
     guarded.reader.join(60)
 
     *_, usage, done = events
-    assert done == "[DONE]" and len(events) > 300
+    assert done == "[DONE]" and len(events) > len(first)
     assert json.loads(usage)["usage"]["completion_tokens"] == 500
     assert late == {"/health": 503, "/ping": 503, "/metrics": 200}
     assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")

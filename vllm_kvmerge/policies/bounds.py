@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_kvmerge.policies.errors import OutOfMemory, OutOfTime
-from vllm_kvmerge.policies.pausing import uninterrupted
 
 
 @contextmanager
@@ -52,12 +51,11 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(num_bytes: int | None) -> Iterator[None]:
-    """Raises ``OutOfMemory`` inside once tensors that were made there hold more; None: never. What waits for others
-    (``may_pause``) does not: they would be counted."""
+    """Raises ``OutOfMemory`` inside once tensors that were made there hold more; None: never."""
     if num_bytes is None:
         yield
         return
-    with uninterrupted(), _Meter(num_bytes):
+    with _Meter(num_bytes):
         yield
 
 

@@ -18,8 +18,8 @@ from vllm_kvmerge.policies.checks import check_count, check_tensor, check_update
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.errors import blamed_on
 from vllm_kvmerge.policies.indexing import in_place, padded_nonzero
-from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.protection import TokenRanges, count_below, within
+from vllm_kvmerge.policies.tiles import in_tiles
 from vllm_kvmerge.policies.trackers import attention_mass
 from vllm_kvmerge.policies.update import CacheUpdate, CompressionResult
 
@@ -178,8 +178,8 @@ class CompressionPolicy(BaseModel):
         ``entries`` are not changed, and only the keys and values that a part asks for are read. They may hold dead
         ones, which are kept only if live ones are too few. An entry that stays keeps its place if the result has it.
 
-        num_rows: rows that are compressed at a time, so that others need not wait long (``may_pause``); None: all that
-        go together. It must be None where the selector pools heads.
+        num_rows: rows that are compressed at a time, each time a tile (``in_tiles``); None: all that go together. It
+        must be None where the selector pools heads.
 
         Raises:
             PartError: a part raised, returned something that cannot be used, or took too much time or memory.
@@ -196,18 +196,18 @@ class CompressionPolicy(BaseModel):
         for row, budget in enumerate(budgets):
             groups.setdefault(0 if are_together else budget, []).append(row)
         size = entries.num_rows if num_rows is None else num_rows
-        parts, sources, order = [], [], []
-        for group in groups.values():
-            for rows in (group[start : start + size] for start in range(0, len(group), size)):
-                order += rows
-                sources.append(entries.of_rows(rows) if len(rows) < entries.num_rows else entries)
-                update = self._compress_rows(sources[-1], context.of_rows(rows), [budgets[row] for row in rows])
-                parts.append(update.extended(context.capacity) if context.is_packed else update)
-                may_pause(len(rows))
+        some = [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
+
+        def compressed(number: int) -> tuple[Entries, CacheUpdate]:
+            rows = some[number]
+            source = entries.of_rows(rows) if len(rows) < entries.num_rows else entries
+            update = self._compress_rows(source, context.of_rows(rows), [budgets[row] for row in rows])
+            return source, update.extended(context.capacity) if context.is_packed else update
+
+        sources, parts = zip(*in_tiles(len(some), compressed), strict=True)
         if len(parts) == 1:
             return CompressionResult.of(entries, parts[0])
-        update = CacheUpdate.stack_rows(parts, sources)
-        may_pause()
+        update, order = CacheUpdate.stack_rows(list(parts), list(sources)), [row for rows in some for row in rows]
         if order != sorted(order):
             update = update.of_rows([order.index(row) for row in range(len(order))])
         return CompressionResult.of(entries, update)

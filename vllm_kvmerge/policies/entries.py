@@ -14,7 +14,7 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, Changes, Fusion, PlaneName, Softmax
 from vllm_kvmerge.ops.attention import fused_attention
 from vllm_kvmerge.ops.similarity import most_similar
-from vllm_kvmerge.policies.pausing import compared_in_pieces, may_pause
+from vllm_kvmerge.policies.tiles import compared_in_tiles
 
 PART_ENTRIES = 1024
 """Entries of a head that are read at a time when all of them are read."""
@@ -86,9 +86,7 @@ class Entries:
 
     def parts(self) -> Iterator[Tensor]:
         """Indices of all entries for ``keys_at`` and ``values_at``, ``[H, m]`` int64 with ``m <= PART_ENTRIES``."""
-        for part in self.all_indices.split(PART_ENTRIES, dim=1):
-            yield part
-            may_pause()
+        yield from self.all_indices.split(PART_ENTRIES, dim=1)
 
     @property
     def all_indices(self) -> Tensor:
@@ -107,7 +105,7 @@ class Entries:
         def compare(part: Tensor) -> tuple[Tensor, Tensor]:
             return most_similar(self.keys_at(part), keys, part, targets, usable)
 
-        return compared_in_pieces(compare, sources, keys.shape[1], keys.shape[2], PART_ENTRIES)
+        return compared_in_tiles(compare, sources, keys.shape[1], keys.shape[2], PART_ENTRIES)
 
     def mixed(self, plane: PlaneName, sources: Tensor, row: Tensor, shares: Tensor, targets: Tensor | None) -> Tensor:
         """``ops.mix_in`` for the keys or values of the entries at ``sources`` (``[H, m]`` int64) and ``targets`` (``[H,

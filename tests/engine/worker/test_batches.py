@@ -18,7 +18,7 @@ from vllm_kvmerge.engine.worker import budgets
 from vllm_kvmerge.engine.worker.compaction import Compaction, Execution
 from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
-from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Entries, pausing
+from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Entries, tiles
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.errors import as_part_error
 from vllm_kvmerge.request.spec import parse_compression
@@ -205,7 +205,7 @@ def test_in_parts_by_turns(policy, num_parts):
 @pytest.mark.parametrize(("policy", "least"), [("h2o", 1.0), ("keepkv", 0.5), ("tova", NUM_HEADS), ("adakv", 1.0)])
 def test_a_step_may_ask_for_a_single_unit(policy, least, monkeypatch):
     """Of a head, a piece of one, or a layer; workers with other data do as many."""
-    monkeypatch.setattr(pausing, "PIECE_PRODUCTS", 1 << 14)
+    monkeypatch.setattr(tiles, "TILE_PRODUCTS", 1 << 14)
     workers = [Worker(policy, (150,), seed=seed) for seed in (0, 1)]
     begun = [one.compactor.begin(one.first[0], 1000) for one in workers]
     for until in (1e-6, 2e-6, 0.3, 0.6):

@@ -132,7 +132,7 @@ class Batch:
     plan: the first, for what they have in common. num_entries: of each head. held: bytes of working memory for one KV
     head of one layer, about. time_left: seconds that the policy may still take; None: no limit. work: how far it has
     come. counts: ``Execution.counts``. num_rows: heads that are compressed at once, of one layer; 0: as many layers as
-    memory allows. num_pieces: that these take, about. failed: errors of requests, by index. shares: of each request by
+    memory allows. num_tiles: that these take, about. failed: errors of requests, by index. shares: of each request by
     index, entries of each head, layer by layer, where they are rounded to pages. fronts: what they come to, if that
     depends on data. assignments: new pages of requests, by index, where heads get some of their own. budget_data:
     ``Execution.budget_data``, by index. gathered: the entries that were read last, by their sequence layers.
@@ -151,7 +151,7 @@ class Batch:
     work: Work
     counts: Tensor
     num_rows: int = 0
-    num_pieces: int = 1
+    num_tiles: int = 1
     failed: dict[int, PartError] = field(default_factory=dict)
     shares: list[list[int]] = field(default_factory=list)
     fronts: list[FrontReport] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Execution of compression plans: each request's policy decides what changes, the compactor writes it to the cache."""
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +15,7 @@ from vllm_kvmerge.engine.worker.timing import Timing
 from vllm_kvmerge.engine.worker.units import Unit, Work
 from vllm_kvmerge.engine.worker.write import NO_COUNT
 from vllm_kvmerge.ops.types import sent
-from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionResult, pausing
+from vllm_kvmerge.policies import CacheUpdate, CompressionContext, CompressionResult, tiles
 from vllm_kvmerge.policies.base import HeadShape
 from vllm_kvmerge.policies.bounds import time_limit
 from vllm_kvmerge.policies.checks import is_foreign
@@ -27,15 +27,15 @@ from vllm_kvmerge.policies.errors import (
     as_part_error,
 )
 from vllm_kvmerge.policies.indexing import in_place, largest
-from vllm_kvmerge.policies.pausing import in_pieces
 from vllm_kvmerge.policies.protection import count_below
+from vllm_kvmerge.policies.tiles import Memory
 
 MOVED_NUMBERS = 6
 """Numbers held for each number of keys that are turned to other positions where that is not done in place."""
 
 
 LATE = 0.95
-"""Most of heads that has been done as long as pieces of them follow, more than of the heads before."""
+"""Most of heads that has been done as long as tiles of them follow, more than of the heads before."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Compactor(BudgetedLayers):
         counts = self.sent([[NO_COUNT if column == FEWEST else 0 for column in range(6)]] * len(compactions))
         num_rows = min(num_rows, self.num_kv_heads)
         products = (num_entries - plan.budget) * plan.budget * self.layers[0].head_size  # if all are compared
-        pieces = max(1, num_rows * products // pausing.PIECE_PRODUCTS)
-        batch = Batch(compactions, plan, num_entries, held, time_left, work, counts, num_rows, pieces)
+        count = max(1, num_rows * products // tiles.TILE_PRODUCTS)
+        batch = Batch(compactions, plan, num_entries, held, time_left, work, counts, num_rows, count)
         work.add(self._units(batch))
         return batch
 
@@ -189,9 +189,8 @@ class Compactor(BudgetedLayers):
             except (Exception, OutOfTime, OutOfMemory) as error:
                 batch.failed[seq_layer.request] = as_part_error(error)
             else:
-                pieces = in_pieces(lambda: batch.policy.compress(entries, context, batch.num_rows))
                 # Putting heads together and writing them count as one more.
-                heads = _Heads(pieces, share / (self.num_kv_heads + 1), left=share)
+                heads = _Heads(entries, context, share / (self.num_kv_heads + 1), left=share)
                 return [Unit(partial(self._go_on, batch, part, rounds, heads), share)]
         return self._write_failed(batch, part, rounds)
 
@@ -201,10 +200,9 @@ class Compactor(BudgetedLayers):
         """Goes on with the heads of a sequence layer."""
         try:
             with time_limit(batch.time_left()):
-                try:
-                    heads.note(next(heads.pieces), batch)
-                except StopIteration as end:
-                    result = end.value.finite(self.dtype)
+                result = heads.go_on(batch)
+                if result is not None:
+                    result = result.finite(self.dtype)
                     return [Unit(partial(self.write, part, batch, result, rounds), heads.share / 3)]
         except (Exception, OutOfTime, OutOfMemory) as error:
             batch.failed[part[0].request] = as_part_error(error)
@@ -231,27 +229,31 @@ class Compactor(BudgetedLayers):
 
 @dataclass
 class _Heads:
-    """Heads of a sequence layer that are compressed some at a time, in pieces. share: of the work, that a head takes.
-    left: that the layer still takes. num_pieces: of the heads that are under way."""
+    """Heads of a sequence layer that are compressed some at a time, tile by tile. share: of the work, what a head
+    takes. left: what the layer still takes. num_tiles: of the heads that are under way. done: what counts for these."""
 
-    pieces: Generator[int, None, CompressionResult]
+    entries: PagedEntries
+    context: CompressionContext
     share: float
     left: float
-    num_pieces: int = 0
+    memory: Memory = field(default_factory=Memory)
+    num_tiles: int = 0
     done: float = 0.0
 
-    def note(self, num_heads: int, batch: Batch) -> None:
-        """Notes a piece, with which so many heads have been completed. Until then each counts alike, by how many there
-        were of the heads before."""
-        self.left += self.done
-        self.num_pieces += 1
-        if num_heads:
-            batch.num_pieces, self.num_pieces, self.done = self.num_pieces, 0, 0.0
-            self.left -= num_heads * self.share
+    def go_on(self, batch: Batch) -> CompressionResult | None:
+        """The result, once it has come to that; None: one more tile has been completed. Until their heads are complete,
+        tiles count alike, by how many there were of the heads before."""
+        before = self.memory.num_completed
+        result = self.memory.go_on(lambda: batch.policy.compress(self.entries, self.context, batch.num_rows))
+        most = min(self.share * batch.num_rows, self.left + self.done)
+        self.left, self.num_tiles = self.left + self.done, self.num_tiles + 1
+        if self.memory.num_completed > before:
+            batch.num_tiles, self.num_tiles, self.done = self.num_tiles, 0, 0.0
+            self.left -= most
         else:
-            most = min(self.share * batch.num_rows, self.left)
-            self.done = most * min(self.num_pieces / batch.num_pieces, LATE)
+            self.done = most * min(self.num_tiles / batch.num_tiles, LATE)
             self.left -= self.done
+        return result
 
 
 def _may_exchange(compaction: Compaction) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, Changes, Fusion, PlaneName, SequenceLayers, Softmax
 from vllm_kvmerge.policies.entries import BLANK, Entries, LazyEntries
-from vllm_kvmerge.policies.pausing import compared_in_pieces
+from vllm_kvmerge.policies.tiles import compared_in_tiles
 
 
 class PagedEntries(LazyEntries):
@@ -89,4 +89,4 @@ def _most_similar(
     def compare(part: Tensor) -> tuple[Tensor, Tensor]:
         return ops.most_similar(seq_layers, part, targets, usable, changes)
 
-    return compared_in_pieces(compare, sources, targets.shape[1], seq_layers.head_size)
+    return compared_in_tiles(compare, sources, targets.shape[1], seq_layers.head_size)

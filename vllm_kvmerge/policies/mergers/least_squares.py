@@ -8,7 +8,6 @@ from torch import Tensor
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops.attention import head_parts, query_groups
 from vllm_kvmerge.policies.base import Entries, HeadShape, Queries
-from vllm_kvmerge.policies.pausing import may_pause
 
 
 def held_by_fit(shape: HeadShape, num_rows: int) -> int:
@@ -52,7 +51,6 @@ def full_attention(
             rows = ops.attention_weights(vectors[heads], positions[heads], *planes, scale).flatten(1, 2)
             output[heads] = (rows @ everything.values[heads]).view_as(output[heads])
             look(heads, window, rows)
-            may_pause()
         outputs.append(output)
         start = window.stop
     return torch.cat(outputs, dim=2)

@@ -1,6 +1,7 @@
 """Merger that fits the kept entries to the attention output of the full cache (GRKV)."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -30,8 +31,8 @@ from vllm_kvmerge.policies.mergers.least_squares import (
     kept_entries,
     ridge_regression,
 )
-from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.registry import register
+from vllm_kvmerge.policies.tiles import once
 
 Ridge = Annotated[float, Field(ge=0.0, le=1e6)]
 
@@ -121,22 +122,14 @@ class RegressionMerger(Merger):
             return update
         queries = context.queries.newest(self.regression_window)
         result, num_gone = kept_entries(entries, kept)
-        weight = torch.zeros_like(entries.log_votes)
-        target = full_attention(entries, queries, context.scale, lambda heads, _, rows: weight[heads].add_(rows.sum(1)))
+        target, weight = once(lambda: _target(entries, queries, context.scale))
         # A head that loses nothing has nothing to fit but rounding errors.
         free = self._free(result, weight.gather(1, kept), queries) & (num_gone > 0).unsqueeze(1)
-        may_pause()
         fit = _Fit(queries, context.scale, target, result, free, self.guard)
         lambda_k, lambda_v = (RIDGE if ridge is None else ridge for ridge in (self.lambda_k, self.lambda_v))
         keys, values = result.keys, result.values
         for _ in range(self.steps):
-            weights = fit.attention(keys)
-            if "v" in self.components:
-                values = fit.values(weights, values, lambda_v)
-                may_pause()
-            if "k" in self.components:
-                keys = fit.keys(keys, weights, values, lambda_k, self.cg_iterations, self.cg_tolerance)
-                may_pause()
+            keys, values = once(partial(self._step, fit, keys, values, lambda_k, lambda_v))
         is_changed = ((keys != result.keys) | (values != result.values)).any(-1)
         changed = listed(is_changed, len(result))
         rows = changed.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[2])
@@ -146,6 +139,17 @@ class RegressionMerger(Merger):
             values.gather(1, rows) if "v" in self.components else None,
             merged=num_gone * is_changed.any(1),
         )
+
+    def _step(
+        self, fit: "_Fit", keys: Tensor, values: Tensor, lambda_k: float, lambda_v: float
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values after a round of fitting."""
+        weights = fit.attention(keys)
+        if "v" in self.components:
+            values = fit.values(weights, values, lambda_v)
+        if "k" in self.components:
+            keys = fit.keys(keys, weights, values, lambda_k, self.cg_iterations, self.cg_tolerance)
+        return keys, values
 
     def _free(self, kept: Entries, weight: Tensor, queries: Queries) -> Tensor:
         """``[H, c]`` bool: the kept entries that may change."""
@@ -157,6 +161,13 @@ class RegressionMerger(Merger):
     def held(self, shape: HeadShape) -> int:
         rows = shape.group_size * min(self.regression_window, shape.num_entries)
         return held_by_fit(shape, rows)
+
+
+def _target(entries: Entries, queries: Queries, scale: float) -> tuple[Tensor, Tensor]:
+    """``full_attention``, and how much of it each entry gets, ``[H, n]``."""
+    weight = torch.zeros_like(entries.log_votes)
+    target = full_attention(entries, queries, scale, lambda heads, _, rows: weight[heads].add_(rows.sum(1)))
+    return target, weight
 
 
 @dataclass(frozen=True)
@@ -195,7 +206,6 @@ class _Fit:
             moved = keys - self.kept.keys
             right += derivative.forward(moved)
         alpha = ops.solve_outputs(right, derivative, ridge, iterations, tolerance)
-        may_pause()
         change = derivative.adjoint(alpha)
         if moved is not None:
             change -= moved

@@ -11,10 +11,10 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.policies.base import CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import padded_nonzero, top
-from vllm_kvmerge.policies.pausing import at_once, may_pause
 from vllm_kvmerge.policies.pooling import max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
+from vllm_kvmerge.policies.tiles import in_tiles, num_tiles
 
 ALIKE = 0.5
 """Share of the least score among as many as are wanted, above which others are like them."""
@@ -75,7 +75,7 @@ def largest_weighed(ranking: Tensor, chosen: Tensor, entries: Entries, counts: T
             values = entries.values_at(part)
             for head, number in enumerate((part >= 0).sum(1).tolist()):
                 index = part[head, :number]
-                norms = norms_in_pieces(values[head, None, :number], weights[head, None])[0]
+                norms = norms_in_tiles(values[head, None, :number], weights[head, None])[0]
                 weighed[head, index] = (ranking[head, index] * norms).nan_to_num(nan=lowest, neginf=lowest)
 
     bound = ranking.clamp(min=0.0).nan_to_num(nan=torch.inf)  # what is not a number may be anything
@@ -136,12 +136,9 @@ def mean_products(weights: Tensor) -> Tensor:
     return cast(Tensor, _means[weights])
 
 
-def norms_in_pieces(values: Tensor, weights: Tensor) -> Tensor:
-    """``ops.projected_norms``, which may be left to wait after some of the values."""
-    products = weights.shape[1:].numel()
-    # Each piece reads all weights: four times as many products as elsewhere, some 10 ms without AMX.
-    size, norms = at_once(values.shape[1], products // 4), []
-    for part in values.split(size, dim=1):
-        norms.append(ops.projected_norms(part, weights))
-        may_pause()
-    return torch.cat(norms, dim=1)
+def norms_in_tiles(values: Tensor, weights: Tensor) -> Tensor:
+    """``ops.projected_norms``, in tiles of the values."""
+    # Each tile reads all weights: four times as many products as elsewhere.
+    count = num_tiles(values.shape[1], weights.shape[1:].numel() // 4, values.device)
+    parts = values.split(-(-values.shape[1] // count), dim=1) if values.shape[1] else (values,)
+    return torch.cat(in_tiles(len(parts), lambda number: ops.projected_norms(parts[number], weights)), dim=1)

@@ -11,7 +11,6 @@ from torch.nn.functional import avg_pool1d
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.base import DEAD, MAX_QUERIES, CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.indexing import by_position
-from vllm_kvmerge.policies.pausing import may_pause
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector, SinkTokens
@@ -92,7 +91,6 @@ class Leverage(RankedSelector):
                 biases = entries.log_votes.gather(1, index).masked_fill(~mask, -torch.inf)
                 received = chunk_attention(vectors, keys, biases, positions, rotation)
                 attention.append(received * torch.linalg.vector_norm(entries.values_at(places), dim=-1))
-            may_pause()
         scores = normalised(leverage_scores(torch.cat(rows, dim=1), counted), counted) * self._blending(
             entries, context
         )
@@ -105,7 +103,8 @@ class Leverage(RankedSelector):
         """The weight of leverage; by default, as in kvpress, the share of its head's entries that leave, ``[H, 1]``."""
         if self.blending is not None:
             return self.blending
-        return (1.0 - context.counts * entries.num_live.clamp(min=1).reciprocal()).clamp(min=0.0).unsqueeze(1)
+        counts = context.num_kept if context.budgets is None else context.counts  # None: budgets are to follow from it
+        return (1.0 - counts * entries.num_live.clamp(min=1).reciprocal()).clamp(min=0.0).unsqueeze(1)
 
     def held(self, shape: HeadShape) -> int:
         # The sketched keys in float32 and, in four copies, in float64.

@@ -1,5 +1,7 @@
 """Selector that weighs attention against redundancy."""
 
+from functools import partial
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -8,9 +10,9 @@ from torch.nn.functional import max_pool1d, normalize
 from vllm_kvmerge.ops import newest_repeats
 from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.indexing import by_position
-from vllm_kvmerge.policies.pausing import at_once, may_pause
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector
+from vllm_kvmerge.policies.tiles import num_tiles, once
 
 
 @register
@@ -68,22 +70,21 @@ class RedundancyAware(RankedSelector):
         total = -torch.linalg.vector_norm(keys, dim=-1).square_()
         for row, head in zip(total, keys, strict=True):  # whose numbers do not depend on how many others there are
             row += head @ head.sum(0)
-            may_pause()
         found = torch.full((num_rows, n), -1, device=keys.device)
-        excused = torch.empty_like(total)
-        cores = torch.get_num_threads()  # of which each takes whole heads
-        num_heads = max(min(cores, num_rows), at_once(num_rows, n * n * d))
-        for first in range(0, num_rows, num_heads):
-            part, stop = slice(first, first + num_heads), n
-            many = len(found[part])
-            while stop:
-                start = stop - at_once(stop, -(-many // cores) * n * d)
-                excused[part, start:stop] = newest_repeats(
-                    keys[part], self.redundancy_threshold, found[part], start, stop
-                )
-                may_pause()
-                stop = start
-        return total.scatter_add_(1, found.clamp_(min=0), -excused)
+        count = num_tiles(n, num_rows * n * d // 2, keys.device)
+        ends = [n - n * number // count for number in range(count + 1)]
+
+        def search(number: int) -> tuple[Tensor, Tensor]:
+            """From the last entries backwards: a range also leaves what it has come across for older ones."""
+            repeated = newest_repeats(keys, self.redundancy_threshold, found, ends[number + 1], ends[number])
+            return repeated, found.clone() if count > 1 else found
+
+        excused = []
+        for number in range(count):
+            repeated, known = once(partial(search, number))
+            excused.append(repeated)
+            found.copy_(known)
+        return total.scatter_add_(1, found.clamp_(min=0), -torch.cat(excused[::-1], dim=1))
 
     def held(self, shape: HeadShape) -> int:
         return shape.num_entries * shape.head_size * 5 // 4
