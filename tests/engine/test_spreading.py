@@ -151,14 +151,24 @@ def spread_compression() -> SpreadCompression:
 
 
 def test_parts_follow_what_workers_report():
-    """Of a second's work: a unit at first, and then as much as a step has time for, whatever has been guessed."""
+    """Of a second's work: a 64th at first, and then as much as a step has time for, whatever has been guessed."""
     pace, spread, done, parts = Pace(1), spread_compression(), 0.0, []
     while (part := spread.next_part(STEP_SECONDS, pace)) is not None:
         parts.append(part.until - done)
         done = part.until
-        pace.learn({KIND: Spent(0.01, 10.0)})
-    assert parts[0] < 1e-4 and parts[1:] == pytest.approx([STEP_SECONDS] * len(parts[1:]))
+        pace.learn({KIND: Spent(parts[-1], 1000 * parts[-1])})
+        spread.learn(done)
+    assert parts[0] == 1 / 64 and parts[1:] == pytest.approx([STEP_SECONDS] * len(parts[1:]))
     assert len(parts) == pytest.approx(1.0 / STEP_SECONDS, abs=2)
+
+
+def test_parts_that_workers_have_not_reported_are_not_asked_for_again():
+    spread, pace = spread_compression(), Pace(1)
+    pace.learn({KIND: Spent(1.0, 1000)})
+    first, second = (spread.next_part(0.1, pace) for _ in range(2))
+    assert first.until == pytest.approx(0.1) and second.until == pytest.approx(0.2)
+    spread.learn(0.04)  # the worker was slower
+    assert spread.next_part(0.1, pace).until == pytest.approx(0.24)
 
 
 @pytest.mark.parametrize("step", [0.001, 0.02, 0.2, 3.0])

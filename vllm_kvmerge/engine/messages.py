@@ -3,6 +3,7 @@
 Workers know a request's front and tail from what they were told before; a message has what is new.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,13 +66,15 @@ class CompressPart:
     """A part of a compression, but not the last, which is a ``Compress`` of a later step.
 
     compress: the whole.
-    until: share of the work that is to have been done then, with one unit more at least.
+    until: share of the work that has been done then.
     num_parts: that the work is cut into, about.
+    seconds: that the step has for it; what does not fit is left to later ones.
     """
 
     compress: Compress
     until: float
     num_parts: int
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -282,11 +285,13 @@ class Spent:
 @dataclass
 class CompressionReport:
     """A worker's report after a step. failures: by request; the caches of these hold their newest entries. fronts,
-    counts: by request. spent: since the last report."""
+    counts: by request. progress: by request, the share that has been done of a plan that is carried out in parts.
+    spent: since the last report."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
     fronts: dict[str, FrontReport] = field(default_factory=dict)
     counts: dict[str, HeadCounts] = field(default_factory=dict)
+    progress: dict[str, float] = field(default_factory=dict)
     spent: dict[Kind, Spent] = field(default_factory=dict)
 
 

@@ -51,7 +51,7 @@ class Planner:
             state.work = None
 
     def learn(self, report: CompressionReport) -> None:
-        """Takes into account how long workers took, and what fronts came to whose size depends on data."""
+        """Takes into account how far workers have come, and what fronts came to whose size depends on data."""
         self._pace.learn(report.spent)
         states = self._manager.states
         for request_id, front in report.fronts.items():
@@ -59,6 +59,9 @@ class Planner:
                 state.reported[front.num_tokens] = front
                 self._count_freed(state, self._manager.shrink_front(state, front) + state.unreported)
                 state.unreported = 0
+        for request_id, progress in report.progress.items():
+            if (state := states.get(request_id)) is not None and state.work is not None:
+                state.work.learn(progress)
 
     # Compressions that are due.
 

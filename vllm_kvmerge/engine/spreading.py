@@ -28,10 +28,7 @@ MAX_KINDS = 256
 """Kinds of compressions whose pace is remembered."""
 
 MOST_PARTS = 64
-"""Parts of a compression whose pace is not known, of which a step asks for one."""
-
-ONE_UNIT = 1e-6
-"""Share of a compression that is less than any unit of it."""
+"""Parts of a compression whose pace is not known."""
 
 
 class Pace:
@@ -79,7 +76,8 @@ class SpreadCompression:
 
     front, moves: messages that go with the last part. before: the request's segments until then. num_freed: blocks that
     the pool gains. may_shrink: what heads hold depends on data. superseded: blocks that a shared front takes the place
-    of. until: share of it that has been asked for.
+    of. until: share of it that has been asked for. done: that has been reported as done. in_flight: parts that have not
+    been reported.
     """
 
     compress: Compress
@@ -92,13 +90,22 @@ class SpreadCompression:
     may_shrink: bool = False
     superseded: list[KVCacheBlock] = field(default_factory=list)
     until: float = 0.0
+    done: float = 0.0
+    in_flight: int = 0
 
     def next_part(self, seconds: float, pace: Pace) -> CompressPart | None:
         """What so many seconds suffice for; None: for all the rest."""
-        share, num_parts = ONE_UNIT, MOST_PARTS
+        share, num_parts = 1 / MOST_PARTS, MOST_PARTS
         if pace.is_known(self.kind):
             total = max(pace.seconds(self.kind, self.num_entries), LEAST_SECONDS)
             # With half a step's work in one part, a step does not take much more than its share.
             share, num_parts = seconds / total, math.ceil(total / LEAST_SECONDS)
-        self.until += share
-        return None if self.until >= 1.0 else CompressPart(self.compress, self.until, num_parts)
+        self.until = max(self.until, self.done + share * (1 + self.in_flight))
+        if self.until >= 1.0:
+            return None
+        self.in_flight += 1
+        return CompressPart(self.compress, self.until, num_parts, seconds)
+
+    def learn(self, done: float) -> None:
+        """Notes how far workers have come."""
+        self.done, self.in_flight = done, max(0, self.in_flight - 1)

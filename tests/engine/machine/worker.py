@@ -566,7 +566,7 @@ class Worker:
             self.unclean[targets] = True
             self.events["compressions spread"] += 1
         self._take_time(plan, part.until - sequence.begun.until)
-        sequence.begun.until = part.until
+        sequence.begun.until = self._report.progress[plan.request_id] = part.until
 
     def _take_time(self, plan: Compress, share: float) -> None:
         sequence = self.sequences[plan.request_id]

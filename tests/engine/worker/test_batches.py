@@ -204,7 +204,7 @@ def test_in_parts_by_turns(policy, num_parts):
 
 @pytest.mark.parametrize(("policy", "least"), [("h2o", 1.0), ("keepkv", 0.5), ("tova", NUM_HEADS), ("adakv", 1.0)])
 def test_a_step_may_ask_for_a_single_unit(policy, least, monkeypatch):
-    """Of a head, a piece of one, or a layer; workers with other data do as many."""
+    """Of a head, a tile of one, or a layer; workers with other data do as many."""
     monkeypatch.setattr(tiles, "TILE_PRODUCTS", 1 << 14)
     workers = [Worker(policy, (150,), seed=seed) for seed in (0, 1)]
     begun = [one.compactor.begin(one.first[0], 1000) for one in workers]
@@ -221,6 +221,20 @@ def test_a_step_may_ask_for_a_single_unit(policy, least, monkeypatch):
     for worker, one in zip(workers, begun, strict=True):
         assert not worker.compactor.execute(worker.first[:1], {0: one}).failures
         assert one.work.progress == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "keepkv", "tova"])
+def test_what_takes_too_long_for_a_step_is_left(policy):
+    """But for one unit, and not where workers that exchange something would wait for each other."""
+    worker = Worker(policy, (150,))
+    begun = worker.compactor.begin(worker.first[0], 1000)
+    begun.advance(0.9, max_seconds=0.0)
+    if policy == "tova":
+        assert begun.work.progress >= 0.9 - 1 / NUM_LAYERS
+    else:
+        assert begun.work.progress <= 1 / (NUM_LAYERS * NUM_HEADS)
+    assert not worker.compactor.execute(worker.first[:1], {0: begun}).failures
+    assert begun.work.progress == pytest.approx(1.0)
 
 
 def test_plans_of_different_shapes_and_policies_in_one_step():

@@ -1,5 +1,6 @@
 """A compression as a worker carries it out: what is known of it before, while it is under way, and after."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -182,10 +183,10 @@ class Batch:
     def complete(self) -> ExternalCache | None:
         return self.compactions[0].complete
 
-    def advance(self, until: float) -> Timing:
+    def advance(self, until: float, max_seconds: float = math.inf) -> Timing:
         """``Work.advance``; returns what was done."""
         first, before, begun = self.compactions[0], self.work.progress, moment(self.counts.device)
-        self.work.advance(until)
+        self.work.advance(until, max_seconds)
         amount = sum(one.num_entries for one in self.compactions) * (self.work.progress - before)
         kind = first.plan.compression, first.num_entries.bit_length()
         return Timing(kind, amount, begun, moment(self.counts.device))

@@ -157,9 +157,10 @@ class Compactor(BudgetedLayers):
         parts = list(self.parts(batch))
         needs_passes = len(parts) > 1 and any(one.needs_passes for one in batch.assignments)
         passes = ((False,), (True,)) if needs_passes else ((False, True),)
+        # Where workers exchange something, none may have come further than another when it waits.
+        batch.work.may_stop = not batch.policy.selector.pools_heads
         num_seq_layers = len(passes) * sum(map(len, parts))
-        by_heads = batch.num_rows and not batch.policy.selector.pools_heads
-        compress = self._by_heads if by_heads else self._compress_part
+        compress = self._by_heads if batch.num_rows and batch.work.may_stop else self._compress_part
         for rounds in passes:
             for part in parts:
                 share = len(part) / num_seq_layers

@@ -4,6 +4,7 @@ Each of vLLM's model runners has one ``Compression``, and supplies the batch's o
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -242,7 +243,10 @@ class Compression(CompressedRows):
             compaction, error = self._compaction(plan, blocks_of(plan.request_id).clone())
             self._begun[plan.request_id] = self.compactor.begin(compaction, part.num_parts), error
         batch, _ = self._begun[plan.request_id]
-        self.reporter.add_timings([batch.advance(part.until)], self.step.is_awaited)
+        # A GPU's work is launched, not done.
+        timing = batch.advance(part.until, part.seconds if self._device.type == "cpu" else math.inf)
+        self.reporter.add_timings([timing], self.step.is_awaited)
+        self.reporter.add_progress(plan.request_id, batch.work.progress)
 
     def _share_scores(self) -> None:
         """Keeps, recalls and forgets scores of contexts as the step says."""

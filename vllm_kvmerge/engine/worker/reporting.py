@@ -93,6 +93,10 @@ class Reporter:
         """Adds what fronts came to, by index in ``request_ids``."""
         self._report.fronts.update({request_ids[index]: front for index, front in fronts.items()})
 
+    def add_progress(self, request_id: str, done: float) -> None:
+        """Adds how far a compression has come that is carried out in parts."""
+        self._report.progress[request_id] = done
+
     def attach_to(self, output: Any) -> Any:
         """The model runner's output with the report; without one that is heard, the report waits for the next."""
         if output is None or not self.is_heard:
