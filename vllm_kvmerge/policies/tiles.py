@@ -66,9 +66,13 @@ _memory: ContextVar[Memory | None] = ContextVar("kvmerge_tiles", default=None)
 
 def in_tiles(count: int, tile: Callable[[int], R]) -> list[R]:
     """``[tile(0), tile(1), ...]``, which depend on their numbers alone and change nothing. Where a policy may be left,
-    it is left after each."""
-    if (memory := _memory.get()) is None:
+    it is left after each of several."""
+    if (memory := _memory.get()) is None or count == 1:
         return [tile(index) for index in range(count)]
+    return _remembered(memory, count, tile)
+
+
+def _remembered(memory: Memory, count: int, tile: Callable[[int], R]) -> list[R]:
     computation = memory.computation()
     results = computation.results
     if len(results) < count:
@@ -84,8 +88,9 @@ def in_tiles(count: int, tile: Callable[[int], R]) -> list[R]:
 
 
 def once(run: Callable[[], R]) -> R:
-    """The result of ``run``, a single tile."""
-    return in_tiles(1, lambda _: run())[0]
+    """The result of ``run``, a tile of its own."""
+    memory = _memory.get()
+    return run() if memory is None else _remembered(memory, 1, lambda _: run())[0]
 
 
 def num_tiles(count: int, products: int, device: torch.device) -> int:

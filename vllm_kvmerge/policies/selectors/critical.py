@@ -1,5 +1,6 @@
 """Selector that also weighs how much an entry's value can change the layer's output."""
 
+from itertools import chain
 from typing import cast
 
 import torch
@@ -71,12 +72,22 @@ def largest_weighed(ranking: Tensor, chosen: Tensor, entries: Entries, counts: T
     weighed = torch.full_like(ranking, lowest)
 
     def weigh(mask: Tensor) -> None:
-        for part in padded_nonzero(mask).split(PART_ENTRIES, dim=1):
-            values = entries.values_at(part)
-            for head, number in enumerate((part >= 0).sum(1).tolist()):
-                index = part[head, :number]
-                norms = norms_in_tiles(values[head, None, :number], weights[head, None])[0]
-                weighed[head, index] = (ranking[head, index] * norms).nan_to_num(nan=lowest, neginf=lowest)
+        parts = padded_nonzero(mask).split(PART_ENTRIES, dim=1)
+        count = num_tiles(len(parts), PART_ENTRIES * weights.shape[0] * products_of(weights), mask.device)
+        size = -(-len(parts) // count)
+        groups = [parts[first : first + size] for first in range(0, len(parts), size)]
+        weighed_parts = in_tiles(len(groups), lambda number: [norms_of(part) for part in groups[number]])
+        for part, norms in zip(parts, chain.from_iterable(weighed_parts), strict=True):
+            for head, some in enumerate(norms):
+                index = part[head, : len(some)]
+                weighed[head, index] = (ranking[head, index] * some).nan_to_num(nan=lowest, neginf=lowest)
+
+    def norms_of(part: Tensor) -> list[Tensor]:
+        """Of each head's values."""
+        values, numbers = entries.values_at(part), (part >= 0).sum(1).tolist()
+        return [
+            norms_in_tiles(values[head, None, :count], weights[head, None])[0] for head, count in enumerate(numbers)
+        ]
 
     bound = ranking.clamp(min=0.0).nan_to_num(nan=torch.inf)  # what is not a number may be anything
     least = least_of(bound, largest_of(bound, possible, counts))
@@ -136,9 +147,13 @@ def mean_products(weights: Tensor) -> Tensor:
     return cast(Tensor, _means[weights])
 
 
+def products_of(weights: Tensor) -> int:
+    """Of a head's value. A tile reads all weights: four times as many products as elsewhere take as long."""
+    return weights.shape[1:].numel() // 4
+
+
 def norms_in_tiles(values: Tensor, weights: Tensor) -> Tensor:
     """``ops.projected_norms``, in tiles of the values."""
-    # Each tile reads all weights: four times as many products as elsewhere.
-    count = num_tiles(values.shape[1], weights.shape[1:].numel() // 4, values.device)
+    count = num_tiles(values.shape[1], products_of(weights), values.device)
     parts = values.split(-(-values.shape[1] // count), dim=1) if values.shape[1] else (values,)
     return torch.cat(in_tiles(len(parts), lambda number: ops.projected_norms(parts[number], weights)), dim=1)

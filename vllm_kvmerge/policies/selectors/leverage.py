@@ -14,6 +14,7 @@ from vllm_kvmerge.policies.indexing import by_position
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector, SinkTokens
+from vllm_kvmerge.policies.tiles import once
 
 RIDGE = 1e-2
 """Added to the diagonal of the sketched keys' Gram matrix, as in kvpress."""
@@ -80,22 +81,27 @@ class Leverage(RankedSelector):
             queries = queries.newest(self.query_window)
             vectors = rotation.turned_back(queries.vectors, queries.positions.unsqueeze(1))
         order, counted = in_order(entries, entries.is_live & ~protected)
-        rows, attention = [], []
-        for index, mask in zip(
-            order.split(self.attention_chunk, 1), counted.split(self.attention_chunk, 1), strict=True
-        ):
-            places, positions = index.masked_fill(~mask, DEAD), entries.positions.gather(1, index)
-            keys = entries.keys_at(places)
-            rows.append(rotation.turned_back(keys, positions) @ gaussian(keys.shape[2], self.sketch_size, keys.device))
-            if queries is not None:
-                biases = entries.log_votes.gather(1, index).masked_fill(~mask, -torch.inf)
-                received = chunk_attention(vectors, keys, biases, positions, rotation)
-                attention.append(received * torch.linalg.vector_norm(entries.values_at(places), dim=-1))
-        scores = normalised(leverage_scores(torch.cat(rows, dim=1), counted), counted) * self._blending(
-            entries, context
-        )
-        if attention:
-            pooled = avg_pool1d(torch.cat(attention, dim=1), 3, stride=1, padding=1)
+
+        def of_chunks() -> tuple[Tensor, Tensor | None]:
+            """Sketched keys, and the attention that entries receive."""
+            rows, attention = [], []
+            for index, mask in zip(
+                order.split(self.attention_chunk, 1), counted.split(self.attention_chunk, 1), strict=True
+            ):
+                places, positions = index.masked_fill(~mask, DEAD), entries.positions.gather(1, index)
+                keys = entries.keys_at(places)
+                sketch = gaussian(keys.shape[2], self.sketch_size, keys.device)
+                rows.append(rotation.turned_back(keys, positions) @ sketch)
+                if queries is not None:
+                    biases = entries.log_votes.gather(1, index).masked_fill(~mask, -torch.inf)
+                    received = chunk_attention(vectors, keys, biases, positions, rotation)
+                    attention.append(received * torch.linalg.vector_norm(entries.values_at(places), dim=-1))
+            return torch.cat(rows, dim=1), torch.cat(attention, dim=1) if attention else None
+
+        rows, attention = once(of_chunks)
+        scores = normalised(leverage_scores(rows, counted), counted) * self._blending(entries, context)
+        if attention is not None:
+            pooled = avg_pool1d(attention, 3, stride=1, padding=1)
             scores += normalised(pooled, counted)
         return torch.empty_like(scores).scatter_(1, order, scores)
 
