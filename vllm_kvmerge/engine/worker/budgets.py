@@ -44,7 +44,8 @@ class BudgetedLayers(WrittenLayers):
             yield Unit(partial(self._settle_statistics, batch, statistics))
         if not batch.plan.share_blocks:
             return
-        if self._of_layers(batch) is None:
+        batch.layer_budgets = self._of_layers(batch)
+        if batch.layer_budgets is None:
             yield from self._looks(batch, self._add_masses if allocator.pools_layers else self._add_budgets)
         else:
             yield Unit(lambda: None, ANALYSIS)
@@ -146,8 +147,8 @@ class BudgetedLayers(WrittenLayers):
         hold: it waits for no GPU.
         """
         plan, policy, count = batch.plan, batch.policy, len(batch.compactions)
-        if (of_layers := self._of_layers(batch)) is not None:
-            budgets = [[one for one in of_layers for _ in range(self.num_kv_heads)]] * count
+        if batch.layer_budgets is not None:
+            budgets = [[one for one in batch.layer_budgets for _ in range(self.num_kv_heads)]] * count
         else:
             if batch.masses is not None:
                 self._split_masses(batch)

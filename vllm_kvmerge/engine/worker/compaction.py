@@ -138,6 +138,8 @@ class Batch:
     depends on data. assignments: new pages of requests, by index, where heads get some of their own. budget_data:
     ``Execution.budget_data``, by index. gathered: the entries that were read last, by their sequence layers.
 
+    layer_budgets: of each layer; None: they follow data.
+
     What looking at all layers before they are compressed comes to: statistics: the allocator's, ``[plans, layers]``
     float32, zeros where it failed; None: not known yet, or there are none. masses: of a policy that compares the heads
     of all layers, ``[plans, heads of all layers, n]``. budgets: the policy's ``head_budgets``, ``[plans, heads of all
@@ -159,6 +161,7 @@ class Batch:
     assignments: list[PageAssignment] = field(default_factory=list)
     budget_data: list[Arriving] = field(default_factory=list)
     gathered: dict[tuple[SequenceLayer, ...], PagedEntries] = field(default_factory=dict)
+    layer_budgets: list[int] | None = None
     statistics: Tensor | None = None
     masses: Tensor | None = None
     budgets: Tensor | None = None
