@@ -42,6 +42,7 @@ EVENTS = (
     "prefix-cache hits",
     "blocks of windows copied",
     "windows turned",
+    "answers verified",
 )
 """What must come about in a run, or it proves little."""
 

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from tests.engine.conftest import random_prompt, run
 from vllm_kvmerge import compression, demo
-from vllm_kvmerge.engine.repeating_request import RepeatingRequest
+from vllm_kvmerge.engine.internal_requests import RepeatingRequest
 from vllm_kvmerge.engine.worker.compression import Compression
 from vllm_kvmerge.request.spec import parse_compression
 

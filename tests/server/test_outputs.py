@@ -11,6 +11,7 @@ import pytest
 from vllm.exceptions import GenerationError
 
 from tests.request.test_proof import proof
+from vllm_kvmerge.engine.arguments import PluginConfig
 from vllm_kvmerge.request.proof import PROOFS_KEY, EntriesKept
 from vllm_kvmerge.server.outputs import Answer, UsageFeed, follow_outputs
 
@@ -49,10 +50,10 @@ def test_an_event_of_another_form_waits_for_the_next():
 
 
 @pytest.mark.parametrize(
-    ("extra", "has_default", "is_told"),
-    [({"kv_compression": "{}"}, False, True), (None, True, True), (None, False, False)],
+    ("extra", "default", "is_told"),
+    [({"kv_compression": '{"policy": "snapkv"}'}, None, True), (None, "snapkv", True), (None, None, False)],
 )
-def test_a_request_that_the_engine_ended_fails_with_its_reason(extra, has_default, is_told):
+def test_a_request_that_the_engine_ended_fails_with_its_reason(extra, default, is_told):
     """Requests that cannot be compressed are not looked at."""
 
     async def generate(prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[SimpleNamespace]:
@@ -63,7 +64,7 @@ def test_a_request_that_the_engine_ended_fails_with_its_reason(extra, has_defaul
         await anext(client.generate(None, params, ""))
 
     client = SimpleNamespace(generate=generate)
-    follow_outputs(client, has_default)  # type: ignore[arg-type]
+    follow_outputs(client, PluginConfig(default=default and {"policy": default}))  # type: ignore[arg-type]
     told = pytest.raises(GenerationError, match="kv_compression: merger zip: it broke")
     with told if is_told else nullcontext():
         asyncio.run(consume())

@@ -47,6 +47,9 @@ PLUGIN_OPTIONS = (
     "kvzap",
     "api_key_routes",
     "max_body_bytes",
+    "verify_share",
+    "verify_max_tokens",
+    "verify_seconds",
 )
 """Fields of PluginConfig that are also options."""
 
@@ -174,7 +177,7 @@ def _serve_parser() -> tuple["FlexibleArgumentParser", "FlexibleArgumentParser"]
         elif field.annotation == str | None:
             kind = {"type": str, "metavar": "DIR" if name.endswith("_dir") else "MODEL"}
         elif field.annotation is float:
-            kind = {"type": float, "metavar": "SECONDS"}
+            kind = {"type": float, "metavar": "SHARE" if name.endswith("_share") else "SECONDS"}
         elif field.annotation == list[str] | None:
             kind = {"nargs": "+", "metavar": "NAME"}
         help_text = " ".join(str(field.description).split())

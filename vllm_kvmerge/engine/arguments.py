@@ -106,6 +106,15 @@ class PluginConfig(BaseModel):
     """Folder in which these contexts are saved, and from which they are loaded at start-up. Default: none, they are
     gone with the server."""
 
+    verify_share: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of all requests, plain ones included, whose answers are verified after they have been sent, for metrics."""
+
+    verify_max_tokens: int = Field(32768, ge=1)
+    """Most tokens that are computed to verify one answer, those of its prompt that are not cached any more included."""
+
+    verify_seconds: float = Field(30.0, gt=0.0, le=3600.0)
+    """Seconds for which the verification of an answer waits until no user does, and is computed; then it is skipped."""
+
     operators: dict[str, str] = {}
     """Implementations of operators to run instead of those in ops/choice.json."""
 

@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import FrontCache, HeldWindow, SharedFront
+from vllm_kvmerge.engine.internal_requests import InternalRequest
 from vllm_kvmerge.engine.messages import FrontReport, MoveWindow
-from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.schedule import FrontSize, Segments
 from vllm_kvmerge.engine.state import Offer, RequestState, RequestStates
 from vllm_kvmerge.engine.support import UnsupportedConfigError
@@ -220,6 +220,18 @@ class MergeableAttentionManager(FullAttentionManager):
         queue.prepend_n(superseded)
         self._superseded.clear()
 
+    def offer_unhashed(self, num_blocks: int) -> bool:
+        """Makes free blocks that are not in the prefix cache the next to be given out; False if there are not so
+        many."""
+        queue = self.block_pool.free_block_queue
+        unhashed = [block for block in queue.iter_blocks_after(None) if block.block_hash is None][:num_blocks]
+        if len(unhashed) < num_blocks:
+            return False
+        for block in unhashed:
+            queue.remove(block)
+        queue.prepend_n(unhashed)
+        return True
+
     def relocate(
         self,
         state: RequestState,
@@ -356,10 +368,9 @@ class MergeableAttentionManager(FullAttentionManager):
 
     def hashes_blocks_of(self, request: Request) -> bool:
         """Whether other requests may find the request's new blocks, of any layers, by hash."""
-        # Once keys and values are approximations, so are hidden states of all layers. Nobody would look for a context
-        # that is followed by a repetition.
+        # Once keys and values are approximations, so are hidden states of all layers.
         state = self.states.get(request.request_id)
-        return (state is None or state.front is None) and not isinstance(request, RepeatingRequest)
+        return (state is None or state.front is None) and not isinstance(request, InternalRequest)
 
     def _has_partial_local_hit(self, new_computed_blocks: Sequence[KVCacheBlock], num_computed_tokens: int) -> bool:
         # The block in which a front's tail begins is not among those that are taken over.

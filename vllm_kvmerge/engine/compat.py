@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -451,8 +452,12 @@ def check_prompts(check_prompt: PromptCheck) -> None:
 Outputs = AsyncGenerator["RequestOutput", None]
 
 
-def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "SamplingParams"], Outputs]) -> None:
-    """Passes the outputs of each request of this one client through ``watch``.
+Watch = Callable[[Outputs, "SamplingParams", str, Callable[["SamplingParams"], Outputs]], Outputs]
+
+
+def watch_outputs(engine_client: "EngineClient", watch: Watch) -> None:
+    """Passes the outputs of each request of this one client through ``watch``, with its parameters, its id, and what
+    sends it again with other parameters.
 
     Error messages from schedulers, and ``kv_transfer_params`` in every chunk of streamed responses, would make this
     unnecessary.
@@ -460,8 +465,14 @@ def watch_outputs(engine_client: "EngineClient", watch: Callable[[Outputs, "Samp
     generate = engine_client.generate
 
     @wraps(generate)
-    def generate_and_watch(prompt: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any) -> Outputs:
-        return watch(generate(prompt, sampling_params, *args, **kwargs), sampling_params)
+    def generate_and_watch(
+        prompt: Any, sampling_params: "SamplingParams", request_id: str, *args: Any, **kwargs: Any
+    ) -> Outputs:
+        def again(params: "SamplingParams") -> Outputs:
+            return generate(prompt, params, f"{request_id}-again", *args, **kwargs)
+
+        outputs = generate(prompt, sampling_params, request_id, *args, **kwargs)
+        return watch(outputs, sampling_params, request_id, again)
 
     engine_client.generate = generate_and_watch  # type: ignore[method-assign]
 
@@ -496,7 +507,8 @@ def join_params(key: str) -> None:
 
 
 def answer_servers() -> None:
-    """Lets API servers call the scheduler of this process's engine core, by ``call_utility_async("kvmerge_contexts")``.
+    """Lets API servers call the scheduler of this process's engine core, by ``call_utility_async("kvmerge_contexts")``
+    and ``"kvmerge_verify"``, whose answer comes later.
 
     vLLM's servers can call methods of engine cores and of workers; a way to those of schedulers would make this
     unnecessary.
@@ -506,7 +518,11 @@ def answer_servers() -> None:
     def call(engine_core: Any, text: str) -> str:
         return str(engine_core.scheduler.call_contexts(text))
 
-    EngineCore.kvmerge_contexts = call  # type: ignore[attr-defined]
+    def verify(engine_core: Any, text: str) -> "Future[str]":
+        future: Future[str] = engine_core.scheduler.verify(text)
+        return future
+
+    EngineCore.kvmerge_contexts, EngineCore.kvmerge_verify = call, verify  # type: ignore[attr-defined]
 
 
 def _is_no_end(record: logging.LogRecord) -> bool:

@@ -160,6 +160,25 @@ class Repeat:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """Tokens of an answer that an internal request scores with the full cache.
+
+    offset: of the step's first token whose logits are compared with the answer's next one, among the request's.
+    first, count: place in the answer of the token that these are compared with, and how many are.
+    num_prompt_tokens: before the answer.
+    tokens: all of prompt and answer.
+    params: of the answer's request (``vllm.SamplingParams``), by which logits are processed.
+    """
+
+    offset: int
+    first: int
+    count: int
+    num_prompt_tokens: int
+    tokens: list[int]
+    params: Any
+
+
+@dataclass(frozen=True)
 class Keep:
     """What workers keep of a request for others that begin with it: the front that it has after a compression, or all
     that it held when it ended.
@@ -202,6 +221,7 @@ class CompressionStep:
     drop: keys of fronts that are gone.
     score: by request, the queries that it scores.
     repeat: by internal request, the chunk that it repeats.
+    verify: by internal request, the tokens that it scores.
     outputs: requests that compute their context's last token, whose output is kept with its front.
     scores: of repeated contexts.
     parts: of compressions that a later step completes.
@@ -219,6 +239,7 @@ class CompressionStep:
     drop: list[bytes] = field(default_factory=list)
     score: dict[str, Score] = field(default_factory=dict)
     repeat: dict[str, Repeat] = field(default_factory=dict)
+    verify: dict[str, Verify] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     scores: ShareScores = field(default_factory=ShareScores)
     parts: list[CompressPart] = field(default_factory=list)
@@ -267,6 +288,16 @@ class HeadCounts:
     most: int
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """An answer's tokens from place ``first`` on, with the full cache. log_probs: of the logits as the model gives
+    them. agrees: the largest logit, after the request's logits processors, is the token's, up to rounding."""
+
+    first: int
+    log_probs: list[float]
+    agrees: list[bool]
+
+
 Kind = tuple[str, int]
 """Compressions that take about as long for each entry: the request's ``kv_compression`` as JSON text, and the binary
 digits of the number of entries per KV head."""
@@ -286,13 +317,14 @@ class Spent:
 class CompressionReport:
     """A worker's report after a step. failures: by request; the caches of these hold their newest entries. fronts,
     counts: by request. progress: by request, the share that has been done of a plan that is carried out in parts.
-    spent: since the last report."""
+    spent: since the last report. verified: by internal request."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
     fronts: dict[str, FrontReport] = field(default_factory=dict)
     counts: dict[str, HeadCounts] = field(default_factory=dict)
     progress: dict[str, float] = field(default_factory=dict)
     spent: dict[Kind, Spent] = field(default_factory=dict)
+    verified: dict[str, TokenScores] = field(default_factory=dict)
 
 
 # Both messages travel as an attribute of vLLM's own, which are pickled whole. A field for plugins in vLLM's classes

@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
     from vllm_kvmerge.engine.usage import CacheSize
+    from vllm_kvmerge.request.proof import Verified
 
 GAUGE_SECONDS = 0.1
 """Time for which gauges may stand while requests generate."""
@@ -59,6 +60,32 @@ FAILED = Counter(
     "Requests ended with an error because a part of their policy failed.",
     ["policy", "part", "engine"],
 )
+REPEATING = Counter(
+    "vllm:kvmerge_repeating_answers",
+    "Answers whose last 64 tokens end with at least four repetitions of at most 16 tokens.",
+    LABELS,
+)
+VERIFIED_LABELS = ["policy", "budget"]
+"""budget: as the request has it, to two digits."""
+VERIFIED = Counter(
+    "vllm:kvmerge_verified_tokens",
+    "Tokens of greedy answers that were scored with the full cache.",
+    VERIFIED_LABELS,
+)
+AGREEING = Counter(
+    "vllm:kvmerge_agreeing_tokens", "Among these, tokens that the full cache would have picked.", VERIFIED_LABELS
+)
+LOG_PROB_DROP = Histogram(
+    "vllm:kvmerge_log_prob_drop",
+    "By answer that is verified: mean of log p of its tokens with the compressed cache, less that with the full one.",
+    VERIFIED_LABELS,
+    buckets=(-0.1, -0.01, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
+)
+VERIFICATION_TOKENS = Counter("vllm:kvmerge_verification_tokens", "Tokens computed to verify answers.", VERIFIED_LABELS)
+NOT_VERIFIED = Counter("vllm:kvmerge_not_verified_answers", "Answers that could not be verified.", ["policy", "reason"])
+FALLBACKS = Counter(
+    "vllm:kvmerge_fallback_answers", "Answers made again without compression, for min_agreement.", ["policy"]
+)
 COMPACTION_SECONDS = Histogram(
     "vllm:kvmerge_compaction_seconds",
     "Seconds to compress one request's cache, all layers; an equal share where a step compresses several.",
@@ -100,6 +127,25 @@ def count_request(policy: str, engine: int, parts: Iterable[str] = ()) -> None:
         _failures(policy, part, engine)
     if parts:
         _of(RELIEFS, policy, engine)
+
+
+def count_repeating(policy: str, engine: int) -> None:
+    REPEATING.labels(policy, engine).inc()
+
+
+def count_verified(policy: str, budget: float, verified: "Verified") -> None:
+    """budget: of the request."""
+    if verified.skipped is not None:
+        NOT_VERIFIED.labels(policy, verified.skipped).inc()
+    if verified.fallback:
+        FALLBACKS.labels(policy).inc()
+    labels = policy, f"{budget:.2g}"
+    VERIFICATION_TOKENS.labels(*labels).inc(verified.tokens_computed)
+    if verified.log_prob_change is not None:
+        LOG_PROB_DROP.labels(*labels).observe(verified.log_prob_change)
+    if verified.agreeing is not None:
+        VERIFIED.labels(*labels).inc(verified.tokens)
+        AGREEING.labels(*labels).inc(round(verified.tokens * verified.agreeing))
 
 
 def count_rejection(reason: str) -> None:

@@ -7,10 +7,10 @@ from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.accounting import Accounts
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
+from vllm_kvmerge.engine.internal_requests import InternalRequest
 from vllm_kvmerge.engine.messages import Compress, CompressionReport, CompressionStep, Purpose
 from vllm_kvmerge.engine.metrics import count_compression, count_freed, count_refresh, count_relief
 from vllm_kvmerge.engine.pressure import Pressure
-from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.schedule import FrontSize
 from vllm_kvmerge.engine.sharing import ContextSharing
 from vllm_kvmerge.engine.spreading import LEAST_SECONDS, STEP_SECONDS, Pace, SpreadCompression
@@ -99,7 +99,7 @@ class Planner:
         states = self._manager.states
         return any(
             request.request_id in scheduled
-            and not isinstance(request, RepeatingRequest)
+            and not isinstance(request, InternalRequest)
             and ((state := states.get(request.request_id)) is None or not state.is_due)
             for request in running
         )

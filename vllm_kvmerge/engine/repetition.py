@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from vllm_kvmerge.engine.internal_requests import RepeatingRequest
 from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.messages import CompressionStep
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
-from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.state import RequestState, RequestStates
 
 

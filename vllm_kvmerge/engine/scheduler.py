@@ -1,6 +1,7 @@
 """vLLM's scheduler with compression: carries out each request's ``schedule``, step by step."""
 
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -27,6 +28,7 @@ from vllm_kvmerge.engine.connectors import HiddenRequests
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
+from vllm_kvmerge.engine.internal_requests import InternalRequest, RepeatingRequest, VerifyingRequest
 from vllm_kvmerge.engine.messages import (
     NO_REPORT,
     NO_STEP,
@@ -37,12 +39,11 @@ from vllm_kvmerge.engine.messages import (
     attached_report,
     attached_step,
 )
-from vllm_kvmerge.engine.metrics import CacheGauges, count_generated, count_not_offloaded
+from vllm_kvmerge.engine.metrics import CacheGauges, count_generated, count_not_offloaded, count_repeating
 from vllm_kvmerge.engine.planning import Planner
 from vllm_kvmerge.engine.poison import FreedBlocks
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
 from vllm_kvmerge.engine.pressure import Pressure
-from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.repetition import Repetitions
 from vllm_kvmerge.engine.schedule import cdiv
 from vllm_kvmerge.engine.served_model import EngineModel
@@ -50,6 +51,7 @@ from vllm_kvmerge.engine.sharing import ContextSharing
 from vllm_kvmerge.engine.state import RequestState
 from vllm_kvmerge.engine.support import check_config
 from vllm_kvmerge.engine.usage import CacheSize
+from vllm_kvmerge.engine.verification import VERIFY_KEY, Verifications, repeats
 from vllm_kvmerge.policies.errors import label
 from vllm_kvmerge.request.limits import KEPT_SHARE, Limits
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL
@@ -119,7 +121,13 @@ class CompressionSchedulerMixin(Scheduler):
             keys,
             limits.max_bytes if self.kv_cache_manager.enable_caching else 0,
             queue=self._queue_repetition,
-            end=self._end_repetitions,
+            end=self._end_internal,
+        )
+        self._verifications = Verifications(
+            manager.block_pool.hash_block_size,
+            queue=self._queue_verification,
+            end=self._end_internal,
+            free_blocks=self._free_blocks_for,
         )
         self._hooks = [
             compat.hash_blocks_of(coordinator, manager.hashes_blocks_of),
@@ -184,6 +192,8 @@ class CompressionSchedulerMixin(Scheduler):
         schedule = self._admission.schedule(request, config, free)
         if (asked := extra.get(CONTEXT_KEY)) is not None:
             self._contexts.ask(request, asked, schedule)
+        if (key := extra.get(VERIFY_KEY)) is not None:
+            self._verifications.note(request, key)
         self._accounts.begin(request, extra, config, schedule)
         if schedule is None:
             return None
@@ -221,17 +231,38 @@ class CompressionSchedulerMixin(Scheduler):
             self._hidden.add(internal.request_id)
         self.waiting.prepend_request(internal)
 
-    def _end_repetitions(self, request_ids: list[str]) -> None:
+    def _queue_verification(self, internal: VerifyingRequest) -> None:
+        self.requests[internal.request_id] = internal
+        if self.connector is not None:
+            self._hidden.add(internal.request_id)
+        self.waiting.add_request(internal)
+
+    def _free_blocks_for(self, internal: VerifyingRequest) -> tuple[int, bool]:
+        """``Verifications``' ``free_blocks``."""
+        known, manager = internal.num_computed_tokens, self.kv_cache_manager
+        if not known and manager.enable_caching:
+            known = manager.coordinator.find_longest_cache_hit(internal.block_hashes, internal.start)[1]
+        num_tokens = internal.num_tokens - known
+        needed = sum(cdiv(num_tokens, one.block_size) for one in self._managers)
+        return num_tokens, self._manager.offer_unhashed(needed)
+
+    def _has_waiting(self) -> bool:
+        """Whether a user's request waits for a place to run."""
+        return any(not isinstance(one, InternalRequest) for one in self.waiting)
+
+    def _end_internal(self, request_ids: list[str]) -> None:
         super().finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(*args, **kwargs)
         self._repetitions.end_orphans()
-        return [request for request in finished if not isinstance(request, RepeatingRequest)]
+        return [request for request in finished if not isinstance(request, InternalRequest)]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._accounts.note(request)
         state = self._states.get(request.request_id)
+        if repeats(request.output_token_ids):
+            count_repeating(self._policy(request.request_id), self._engine)
         if self._contexts.is_asked(request.request_id):
             front = None if state is None else self._sharing.front_of(state)
             self._contexts.end(request, front, None if state is None else state.schedule)
@@ -304,7 +335,8 @@ class CompressionSchedulerMixin(Scheduler):
         self._pressure.begin_step()
         if self._freed is not None:
             self._freed.begin_step()
-        are_asked = bool(self._states)
+        self._go_on_verifying()
+        are_asked = bool(self._states) or self._verifications.is_at_work
         if are_asked != self._are_hooked:
             self._are_hooked = are_asked
             for hook in self._hooks:
@@ -318,6 +350,7 @@ class CompressionSchedulerMixin(Scheduler):
         fronts = self._manager.fronts
         return not (
             self._states
+            or self._verifications.is_at_work
             or self._repetitions.orphans
             or self._accounts.has_steps
             or self._manager.has_retired
@@ -334,6 +367,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._accounts.begin_step(self.running)
         step, scheduled = CompressionStep(), output.num_scheduled_tokens
         step.adopt = self._sharing.adoptions()
+        self._verifications.go_on(scheduled, self._has_waiting, step)
         stuck = list[Request]()
         if self._states:  # plain requests do not pay for others
             stuck = self._repetitions.go_on(list(self.running), output, step)
@@ -365,7 +399,7 @@ class CompressionSchedulerMixin(Scheduler):
     def _set_gauges(self, has_compressed: bool) -> None:
         if not self.log_stats or not self._gauges.are_due(len(self.running), has_compressed):
             return
-        users = [one for one in self.running if not isinstance(one, RepeatingRequest)]
+        users = [one for one in self.running if not isinstance(one, InternalRequest)]
         self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
         if self._manager.fronts is not None:
             fronts, contexts = self._manager.fronts, self._contexts
@@ -373,7 +407,18 @@ class CompressionSchedulerMixin(Scheduler):
 
     def call_contexts(self, text: str) -> str:
         """``ContextStore.call``."""
-        return self._contexts.call(text)
+        answer = self._contexts.call(text)
+        self._go_on_verifying()
+        return answer
+
+    def verify(self, text: str) -> Future[str]:
+        """``Verifications.ask``."""
+        result = self._verifications.ask(text)
+        self._go_on_verifying()
+        return result
+
+    def _go_on_verifying(self) -> None:
+        self._verifications.begin_step(self._has_waiting, len(self.running) < self.max_num_running_reqs)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         # Even if blocks are in use: the model's weights may be about to change.
@@ -389,7 +434,7 @@ class CompressionSchedulerMixin(Scheduler):
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            for internal in self._repetitions.running():
+            for internal in (*self._repetitions.running(), *self._verifications.running()):
                 if internal.status == RequestStatus.RUNNING:
                     stats.num_running_reqs -= 1
                 else:
@@ -515,10 +560,12 @@ class CompressionSchedulerMixin(Scheduler):
         self._repetitions.end_orphans()
         self._failed.tell(outputs_by_client)
         self._accounts.add_to(outputs_by_client)
+        self._go_on_verifying()  # an idle engine makes no further step
         return outputs_by_client
 
     def _learn(self, report: CompressionReport) -> None:
         self._planner.learn(report)
+        self._verifications.learn(report.verified)
         self._accounts.count(report)
         self._failed.update(report.failures)
         for failure in report.failures.values():

@@ -7,8 +7,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import SharedFront
+from vllm_kvmerge.engine.internal_requests import RepeatingRequest
 from vllm_kvmerge.engine.messages import FrontReport, Kind, Score
-from vllm_kvmerge.engine.repeating_request import RepeatingRequest
 from vllm_kvmerge.engine.schedule import UNCOMPRESSED, FrontSize, RequestCompression, Segments
 from vllm_kvmerge.engine.spreading import SpreadCompression
 from vllm_kvmerge.request.limits import Limits

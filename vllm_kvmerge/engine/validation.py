@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import split_enc_dec_input
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV1
@@ -17,6 +17,7 @@ from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.served_model import EngineModel
+from vllm_kvmerge.engine.verification import obstacle
 from vllm_kvmerge.policies.errors import PartError
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.spec import (
@@ -25,6 +26,7 @@ from vllm_kvmerge.request.spec import (
     CompressionError,
     CompressionSpec,
     parse_compression,
+    refuse_first,
     text_of,
     unlocated,
 )
@@ -32,6 +34,7 @@ from vllm_kvmerge.request.spec import (
 if TYPE_CHECKING:
     import torch
     from vllm import PoolingParams
+    from vllm.config import VllmConfig
     from vllm.engine.protocol import EngineClient
     from vllm.inputs import EngineInput
 
@@ -88,6 +91,9 @@ _limits: Limits | None = None
 _model: EngineModel | None = None
 """A server's model."""
 
+_vllm_config: "VllmConfig | None" = None
+"""A server's; None offline."""
+
 _default: CompressionSpec | None = None
 """Compression of a server's requests that do not bring their own."""
 
@@ -97,8 +103,8 @@ async def enforce_limits(engine_client: "EngineClient") -> None:
 
     Without it, as offline, only the scheduler checks limits, and ends a request that exceeds them with an error.
     """
-    global _limits, _model, _default
-    config = engine_client.vllm_config
+    global _limits, _model, _vllm_config, _default
+    config = _vllm_config = engine_client.vllm_config
     _model = EngineModel(config.model_config)
     limits, pools = request_limits(config), await engine_client.collective_rpc("pool_sizes")
     num_blocks, block_size, windows = min(pools)
@@ -188,8 +194,27 @@ def _check_config(
     if (prefix := PREFIX.get()) is not None:
         prefix.check(token_ids)
     config.check_prompt(num_tokens)
+    if config.is_verified:
+        _check_verified(config, params)
     if _limits is not None and _model is not None:
         try:
             _limits.check(config.for_model(_model), num_tokens, params.max_tokens)
         except PartError as error:
             raise CompressionError(EXTRA_ARGS_KEY, str(error), "part_failed", status=500) from error
+
+
+def _check_verified(config: CompressionSpec, params: SamplingParams) -> None:
+    """Refuses what cannot be verified, or has no floor."""
+    field, value, reason = "verify", "false", "not_verifiable"
+    if config.min_agreement is not None:
+        field, value = "min_agreement", "null"
+    why = "an engine without a server" if _vllm_config is None else obstacle(_vllm_config, params)
+    is_stream = params.output_kind != RequestOutputKind.FINAL_ONLY
+    has_floor, is_sampled = config.min_agreement is not None, params.temperature > 0.0
+    refuse_first(
+        [
+            (why, field, reason, f"not supported with {why}", value),
+            (has_floor and is_stream, field, reason, "a stream cannot be taken back", "null, or no stream"),
+            (has_floor and is_sampled, field, reason, "sampled answers have none", "null, or temperature 0"),
+        ]
+    )

@@ -166,3 +166,15 @@ class CommonFields(BaseModel):
         "the budget. Default: none.",
         examples=[{"tokens": [[0, 512]]}],
     )
+    verify: bool = Field(
+        False,
+        description="Score the answer's tokens with the full cache once it has ended, and say in usage how many the "
+        "full cache would have picked. Default: no.",
+    )
+    min_agreement: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Share of the answer's tokens that the full cache has to pick too. If it picks fewer, the answer "
+        "is made again without compression. Implies verify; for greedy decoding without a stream. Default: none.",
+    )

@@ -30,6 +30,55 @@ class BytesHeld(BaseModel):
     peak: int = Field(description="The most at any time.")
 
 
+class Verified(BaseModel):
+    """An answer's tokens, as the full cache would continue prompt and answer before each of them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: int = Field(description="Tokens of the answer that were compared.")
+    agreeing: float | None = Field(
+        description="Share of them that the full cache would have picked, up to rounding; null: they were sampled."
+    )
+    log_prob_change: float | None = Field(
+        description="Mean over them of log p with the compressed cache, less log p with the full one; null: the server "
+        "reports log-probabilities of another kind."
+    )
+    first_difference: int | None = Field(
+        description="Index of the first token that the full cache would not have picked; null: there is none."
+    )
+    fallback: bool = Field(
+        default=False,
+        description="Fewer than `min_agreement` agreed, and the answer was made again without compression.",
+    )
+    tokens_computed: int = Field(description="Tokens of prompt and answer that were computed for it.")
+    skipped: str | None = Field(
+        None,
+        description="Why nothing was compared. `no_room`: no time or blocks without taking them from others. "
+        "`too_long`: more tokens than `verify_max_tokens`. `unsupported`: a grammar, an adapter, or the like.",
+    )
+
+    @classmethod
+    def of_all(cls, parts: "Sequence[Verified]") -> "Verified":
+        """That of an answer with several sequences."""
+        count = sum(one.tokens for one in parts)
+
+        def mean(name: str) -> float | None:
+            values = [(getattr(one, name), one.tokens) for one in parts if one.tokens]
+            known = bool(values) and all(value is not None for value, _ in values)
+            return sum(value * tokens for value, tokens in values) / count if known else None
+
+        places = [one.first_difference for one in parts if one.first_difference is not None]
+        return cls(
+            tokens=count,
+            agreeing=mean("agreeing"),
+            log_prob_change=mean("log_prob_change"),
+            first_difference=min(places, default=None),
+            tokens_computed=sum(one.tokens_computed for one in parts),
+            fallback=any(one.fallback for one in parts),
+            skipped=next((one.skipped for one in parts if one.skipped), None),
+        )
+
+
 class CompressionProof(BaseModel):
     """What compression did for a request."""
 
@@ -48,6 +97,7 @@ class CompressionProof(BaseModel):
     evicted: int = Field(description="Entries dropped, over layers and KV heads.")
     reused_tokens: int = Field(description="Tokens of a context that was found compressed.")
     notes: list[str] = Field(description="What differs from what was asked for, or why nothing was compressed.")
+    verified: Verified | None = Field(None, description="Of a request with `verify`.")
 
     @classmethod
     def of_all(cls, proofs: "Sequence[CompressionProof]") -> "CompressionProof":

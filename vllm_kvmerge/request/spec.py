@@ -102,6 +102,11 @@ class CompressionSpec(CommonFields):
         return self.context_messages is not None or (self.protect is not None and bool(self.protect.messages))
 
     @property
+    def is_verified(self) -> bool:
+        """True if the answer's tokens are to be compared with what the full cache picks."""
+        return self.verify or self.min_agreement is not None
+
+    @property
     def tracks_decode(self) -> bool:
         """True if scores change, or are added, while the request generates."""
         return self.decode == "bounded" and self.policy.scores_tokens and not self.awaits_pressure
@@ -175,7 +180,7 @@ class CompressionSpec(CommonFields):
     def front_policy(self) -> str:
         """All that a context's front depends on besides its tokens, as canonical JSON text."""
         # How long the context is, and what becomes of the cache in the end, say nothing of the front.
-        irrelevant = ("context_tokens", "context_messages", "reuse")
+        irrelevant = ("context_tokens", "context_messages", "reuse", "verify", "min_agreement")
         parameters = {name: value for name, value in self.parameters.items() if name not in irrelevant}
         return json.dumps(parameters, sort_keys=True)
 

@@ -31,11 +31,11 @@ async def start(engine_client: "EngineClient") -> Callable[[compat.Handler, str]
     of vLLM's, which has the URL."""
     middleware = Middleware(FieldRefusal)
     if is_asked(engine_client.vllm_config.additional_config):
-        has_default = plugin_config(engine_client.vllm_config).default is not None
+        config = plugin_config(engine_client.vllm_config)
         compat.install_front_end(check_prompt)
-        follow_outputs(engine_client, has_default)
+        follow_outputs(engine_client, config)
         await enforce_limits(engine_client)
-        middleware = Middleware(CompressionFieldMiddleware, has_default=has_default)
+        middleware = Middleware(CompressionFieldMiddleware, has_default=config.default is not None)
 
     def around(handler: compat.Handler, url: str) -> compat.Handler:
         if url != CHAT_ROUTE:

@@ -101,7 +101,7 @@ class KVMergeEndpoint:
         drain_first(engine_client, state)
         if args.scheduler_cls is not None:
             config = plugin_config(args)
-            follow_outputs(engine_client, has_default=config.default is not None)
+            follow_outputs(engine_client, config)
             await enforce_limits(engine_client)
             if config.contexts_dir is not None and keeps_contexts(engine_client):
                 await load_all(engine_client, Path(config.contexts_dir))

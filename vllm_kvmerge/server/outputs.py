@@ -1,7 +1,9 @@
 """The engine's outputs on their way to HTTP responses: errors of requests that it ended, what compression did for
 those that it answers, and reports for streams that ask with ``kvmerge_usage``."""
 
+import asyncio
 import json
+from collections.abc import Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -10,9 +12,11 @@ from starlette.types import Message
 from vllm.exceptions import GenerationError, VLLMValidationError
 
 from vllm_kvmerge.engine import compat
+from vllm_kvmerge.engine.arguments import PluginConfig
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STATUS_KEY, STEPS_KEY
-from vllm_kvmerge.request.proof import PROOFS_KEY, CompressionProof
-from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
+from vllm_kvmerge.request.proof import PROOFS_KEY, CompressionProof, Verified
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, parse_compression
+from vllm_kvmerge.server.verification import Verification, Verifier
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -61,13 +65,14 @@ class Answer:
     """One HTTP response, in whose ``usage`` is put what compression did for its sequences: a JSON object's, or that of
     the events of a stream that have one once all sequences have ended."""
 
-    def __init__(self, sources: "list[_Source] | None" = None) -> None:
-        self._sources: list[_Source] = [] if sources is None else sources
+    def __init__(self, other: "Answer | None" = None) -> None:
+        self._sources: list[_Source] = [] if other is None else other._sources
+        self.verified: list[Verified] = [] if other is None else other.verified
         self._start: Message | None = None
 
     def again(self) -> "Answer":
         """Another response with what is, or will be, known of the same sequences: one that is read back."""
-        return Answer(self._sources)
+        return Answer(self)
 
     def begin(self) -> "_Source":
         """Starts one of the engine's requests: there are several for a list of prompts."""
@@ -121,7 +126,10 @@ class Answer:
         proofs = [CompressionProof.model_validate(proof) for source in self._sources for proof in source.proofs]
         if not proofs or not all(source.has_ended for source in self._sources):
             return None
-        return CompressionProof.of_all(proofs).model_dump()
+        proof = CompressionProof.of_all(proofs)
+        if self.verified:
+            proof = proof.model_copy(update={"verified": Verified.of_all(self.verified)})
+        return proof.model_dump()
 
 
 def _compact(data: Any) -> bytes:
@@ -152,21 +160,27 @@ ANSWER: ContextVar[Answer | None] = ContextVar("kvmerge_answer", default=None)
 """The response to the HTTP request being served; None if it says nothing of compression."""
 
 
-def follow_outputs(engine_client: "EngineClient", has_default: bool) -> None:
+def follow_outputs(engine_client: "EngineClient", config: PluginConfig) -> None:
     """Puts the error of a failed compression, or of a grammar that the tokenizer cannot spell, into the response,
-    instead of "Internal server error", and feeds streams.
+    instead of "Internal server error", feeds streams, and has answers verified."""
+    default, verifier = parse_compression(config.default), Verifier(engine_client, config)
 
-    has_default: whether requests without the field are compressed too.
-    """
-
-    def follow(outputs: compat.Outputs, params: "SamplingParams") -> compat.Outputs:
-        feed = FEED.get()
+    def follow(
+        outputs: compat.Outputs,
+        params: "SamplingParams",
+        request_id: str,
+        again: Callable[["SamplingParams"], compat.Outputs],
+    ) -> compat.Outputs:
+        feed, field = FEED.get(), (params.extra_args or {}).get(EXTRA_ARGS_KEY)
+        spec = default if field is None else parse_compression(field)
+        verification = verifier.begin(params, request_id, spec)
         if feed is not None:
             feed.num_sequences += params.n
-        elif not has_default and EXTRA_ARGS_KEY not in (params.extra_args or {}) and params.structured_outputs is None:
+        elif default is field is verification is params.structured_outputs is None:
             return outputs
         answer = ANSWER.get() or Answer()  # whose proofs nobody reads
-        return _followed(outputs, feed, answer.begin())
+        followed = _followed(outputs, feed, answer.begin())
+        return followed if verification is None else _verified(followed, verification, answer, again)
 
     compat.watch_outputs(engine_client, follow)
 
@@ -185,3 +199,31 @@ async def _followed(outputs: compat.Outputs, feed: UsageFeed | None, source: _So
                 feed.note(report)
             source.take(output)
             yield output
+
+
+async def _verified(
+    outputs: compat.Outputs,
+    verification: Verification,
+    answer: Answer,
+    again: Callable[["SamplingParams"], compat.Outputs],
+) -> compat.Outputs:
+    """The outputs, of which the last one waits for its verification where the request asks for that."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            verification.take(output)
+            if output.finished and verification.is_asked:
+                verified = await verification.end()
+                answer.verified.append(verified)
+                if verified.fallback:
+                    async for last in again(verification.plain_params()):
+                        output = last
+                    output.kv_transfer_params = None
+            yield output
+    if not verification.is_asked:
+        task = asyncio.create_task(verification.end())
+        _tasks.add(task)
+        task.add_done_callback(_tasks.discard)
+
+
+_tasks: set[asyncio.Task[Verified]] = set()
+"""Verifications of answers that have been sent: the event loop alone would forget them."""

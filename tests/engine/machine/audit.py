@@ -148,6 +148,7 @@ class Audit:
             (manager, "states _taken_over"),
             (scheduler, "_sharing _failed _accounts"),
             (scheduler._repetitions, "orphans"),
+            (scheduler._verifications, "_held _at_work"),
             (scheduler._contexts, "_asked"),
         ):
             for name in names.split():

@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter, deque
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm_kvmerge.engine.known_scores import KnownScores
 from vllm_kvmerge.engine.messages import Kind, attached_step
 from vllm_kvmerge.engine.spreading import Pace
 from vllm_kvmerge.engine.usage import USAGE_KEY
+from vllm_kvmerge.engine.verification import VERIFY_KEY
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
 
 LEAST_STEPS, STEPS_PER_TOKEN = 300, 10
@@ -60,6 +62,10 @@ class Driver:
         self.audit = Audit(self.scheduler, self.worker)
         self.texts: list[tuple[list[int], dict[str, Any] | None, str | None]] = []
         """Tokens of requests that have ended, what they asked for, and their salts."""
+        self.answers: list[tuple[str, list[int]]] = []
+        """Of these, names and what they generated."""
+        self.verified: list[tuple[Future[str], int]] = []
+        """Results of verifications, and numbers of tokens."""
         self.contexts: list[str] = []
         """Ids that contexts were to be kept under."""
         self.operations = 0
@@ -92,6 +98,8 @@ class Driver:
             extra[CONTEXT_KEY] = json.dumps({"id": self.contexts[-1]})
         if self._num_requests % 3 == 0:
             extra[USAGE_KEY] = "request"
+        if self._num_requests % 2:
+            extra[VERIFY_KEY] = name
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[3] if stops else None, extra_args=extra or None
         )
@@ -118,6 +126,12 @@ class Driver:
             self.events[f"policy {config.name}"] += 1
         self._did("requests")
         return name
+
+    def verify(self, which: int) -> None:
+        name, answer = self.answers.pop(which % len(self.answers))
+        asked = {"key": name, "answer": answer, "seconds": 3600.0, "max_tokens": 1000}
+        self.verified.append((self.scheduler.verify(json.dumps(asked)), len(answer)))
+        self._did("verifications")
 
     def abort(self, names: list[str]) -> None:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
@@ -158,6 +172,8 @@ class Driver:
             if name not in self.scheduler.requests and "/" not in name:
                 text = list(request.all_token_ids), self._fields[name], request.cache_salt
                 self.texts = [*self.texts[-5:], text]
+                if request.num_output_tokens and VERIFY_KEY in (request.sampling_params.extra_args or {}):
+                    self.answers = [*self.answers[-5:], (name, list(request.output_token_ids))]
         self.audit.run()
         return True
 
@@ -197,6 +213,7 @@ class Driver:
     def unpin(self) -> None:
         self.pool.free_blocks(self.audit.taken)
         self.audit.taken = []
+        self.scheduler._go_on_verifying()  # as after every step
         self._did("unpins")
 
     def reset(self, reset_running: bool) -> None:
@@ -256,6 +273,19 @@ class Driver:
         for context in self.contexts:
             for salt in (None, "other"):
                 self.scheduler.call_contexts(json.dumps({"call": "delete", "id": context, "salt": salt}))
+        if not all(future.done() for future, _ in self.verified):  # all free blocks are in the prefix cache
+            assert self.scheduler.reset_prefix_cache()
+            self._change_weights()
+            self.scheduler._go_on_verifying()
+            self.run_to_end()
+            for one in self.scheduler._verifications._held:  # too long for the pool
+                one.until = 0.0
+            self.scheduler._go_on_verifying()
+        for future, count in self.verified:
+            result = json.loads(future.result(0))
+            if result.get("skipped") != "no_room":
+                assert result["agrees"] == [True] * count, "not all tokens of an answer are verified"
+                self.events["answers verified"] += 1
         # The worker hears in a step of what has gone.
         self.worker.execute(self.scheduler.schedule())
         self.audit.run_at_end()

@@ -135,6 +135,12 @@ class Machine(RuleBasedStateMachine):
         for _ in range(number):
             self.driver.step()
 
+    @precondition(lambda self: self.driver.answers)
+    @rule(which=st.integers(0, 5), then=STEPS)
+    def verify(self, which: int, then: int) -> None:
+        self.driver.verify(which)
+        self._run(then)
+
     @precondition(lambda self: self.driver.names)
     @rule(which=st.integers(0, 7), meanwhile=st.booleans())
     def abort(self, which: int, meanwhile: bool) -> None:

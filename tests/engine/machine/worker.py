@@ -29,6 +29,7 @@ from vllm_kvmerge.engine.messages import (
     FrontReport,
     MoveWindow,
     Spent,
+    TokenScores,
     attach,
     attached_step,
 )
@@ -202,10 +203,11 @@ class Worker:
             self.unclean[adoption.restored] = False
         for name in scheduled:
             # Nothing comes of a repetition whose parent has just been preempted: it has ended by now.
-            if "/" not in name or name in step.repeat:
+            if "/" not in name or name in step.repeat or name in step.verify:
                 self.check_readable(name)
                 self._check_clean_behind(name)
         self._score(scheduled, before, step)
+        self._verify(before, step)
         self._run_plans(step)
         sampled = [self._sample(name) for name in scheduled]
         names = list(scheduled)
@@ -430,6 +432,14 @@ class Worker:
             first, end = sequence.scored or (max(start, window.start), start)
             # A gap ends what has been scored.
             sequence.scored = (first if end in (start, first) or sequence.scored is None else start), sequence.computed
+
+    def _verify(self, before: dict[str, int], step: CompressionStep) -> None:
+        for name, one in step.verify.items():
+            sequence = self.sequences[name]
+            start = before[name] + one.offset
+            assert not sequence.is_compressed and start + 1 == one.num_prompt_tokens + one.first
+            assert start + one.count <= sequence.computed and one.tokens[:-1] == sequence.tokens
+            self._report.verified[name] = TokenScores(one.first, [-1.0] * one.count, [True] * one.count)
 
     def _check_scored(self, plan: Compress, sequence: Sequence, config: CompressionSpec) -> None:
         """Checks that the queries that a first compression needs have been scored, or kept."""

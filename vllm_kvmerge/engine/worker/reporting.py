@@ -17,6 +17,7 @@ from vllm_kvmerge.engine.messages import (
     FrontReport,
     HeadCounts,
     Spent,
+    TokenScores,
     attach,
 )
 from vllm_kvmerge.engine.metrics import count_entries
@@ -56,6 +57,7 @@ class Reporter:
         self._report = CompressionReport()
         self._timings: list[tuple[Timing, bool]] = []
         self._compressed: list[_Compressed] = []
+        self._scores: list[tuple[str, int, Arriving]] = []
         self._late: list[_Compressed] = []
         """Of steps before. Compactions follow a step's tokens on the GPU, which must not wait for their numbers: these
         go with the next step's, before which they are there."""
@@ -97,22 +99,27 @@ class Reporter:
         """Adds how far a compression has come that is carried out in parts."""
         self._report.progress[request_id] = done
 
+    def add_scores(self, request_id: str, first: int, scores: Tensor) -> None:
+        """Adds ``score_tokens`` of an answer's tokens from place ``first`` on."""
+        self._scores.append((request_id, first, Arriving.of(scores)))
+
     def attach_to(self, output: Any) -> Any:
         """The model runner's output with the report; without one that is heard, the report waits for the next."""
         if output is None or not self.is_heard:
             return output
         if self._timings:
             self._add_spent()
-        if not self._late and not self._compressed and self._report == NO_REPORT:
+        if not self._late and not self._compressed and not self._scores and self._report == NO_REPORT:
             return output
         compressed = self._late + [one for one in self._compressed if not one.may_be_late]
         self._late, self._compressed = [one for one in self._compressed if one.may_be_late], []
         report, self._report = self._report, CompressionReport()
-        if report == NO_REPORT and not compressed:
+        scores, self._scores = self._scores, []
+        if report == NO_REPORT and not compressed and not scores:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return _ReportingOutput(output, report, compressed)
-        return _with_report(output, report, compressed)
+            return _ReportingOutput(output, report, compressed, scores)
+        return _with_report(output, report, compressed, scores)
 
     def _add_spent(self) -> None:
         timings, self._timings = self._timings, []
@@ -126,9 +133,15 @@ class Reporter:
 
 
 def _with_report(
-    output: ModelRunnerOutput, report: CompressionReport, compressed: list[_Compressed]
+    output: ModelRunnerOutput,
+    report: CompressionReport,
+    compressed: list[_Compressed],
+    scores: list[tuple[str, int, Arriving]],
 ) -> ModelRunnerOutput:
     """The output, whose tokens have arrived."""
+    for request_id, first, numbers in scores:
+        log_probs, agrees = zip(*numbers.take(), strict=True)
+        report.verified[request_id] = TokenScores(first, list(log_probs), [one > 0 for one in agrees])
     for one in compressed:
         for request_id, (merged, evicted, _, *kept) in zip(one.request_ids, one.counts.take(), strict=True):
             report.counts[request_id] = HeadCounts(one.heads, merged, evicted, *kept)
@@ -141,12 +154,16 @@ class _ReportingOutput(AsyncModelRunnerOutput):
     """Adds a report to an output that is still being computed."""
 
     def __init__(
-        self, output: AsyncModelRunnerOutput, report: CompressionReport, compressed: list[_Compressed]
+        self,
+        output: AsyncModelRunnerOutput,
+        report: CompressionReport,
+        compressed: list[_Compressed],
+        scores: list[tuple[str, int, Arriving]],
     ) -> None:
-        self._output, self._report, self._compressed = output, report, compressed
+        self._output, self._report, self._compressed, self._scores = output, report, compressed, scores
 
     def get_output(self) -> ModelRunnerOutput:
-        return _with_report(self._output.get_output(), self._report, self._compressed)
+        return _with_report(self._output.get_output(), self._report, self._compressed, self._scores)
 
     def get_kv_connector_output(self) -> Any:
         return self._output.get_kv_connector_output()

@@ -28,6 +28,7 @@ from vllm_kvmerge.engine.worker.compaction import Batch
 from vllm_kvmerge.engine.worker.external import ExternalCache
 from vllm_kvmerge.engine.worker.head_pages import moved
 from vllm_kvmerge.engine.worker.reporting import EntryCounts, Reporter
+from vllm_kvmerge.engine.worker.verification import score_tokens
 from vllm_kvmerge.ops import NO_UPDATE, HeadPages, ScoreMode, ScoreUpdate
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.errors import PartError
@@ -94,6 +95,8 @@ class CompressedRows(CompressedCache):
         """Compressions under way, and why they cannot be carried out as they should, if that is known."""
         self._last_tokens: dict[str, int] = {}
         """Places in the batch of outputs that are kept or replaced, by request."""
+        self._verified_tokens: dict[str, int] = {}
+        """Places in the batch of the first tokens whose outputs are scored, by request."""
         self._with_drafts: frozenset[str] = frozenset()
         """Requests of whose tokens in the step some are drafts."""
         self._held: dict[str, tuple[int, HeldQueries]] = {}
@@ -166,11 +169,11 @@ class CompressedRows(CompressedCache):
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
         """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
         rows, batch = list[BatchRow](), list[tuple[str, int, int]]()
-        self._last_tokens, self._shifts, self._held = {}, None, {}
-        if self.states or self.step.score or self.step.repeat or self.step.outputs:
+        self._last_tokens, self._verified_tokens, self._shifts, self._held = {}, {}, None, {}
+        if self.states or self.step.score or self.step.repeat or self.step.outputs or self.step.verify:
             batch = list(order)
             rows = [self.row(*request) for request in batch]
-            self._last_tokens = self._watched_outputs(batch)
+            self._watch_outputs(batch)
             if any(shifts := [row.shift for row in rows]):
                 lengths = torch.tensor([num_scheduled for _, num_scheduled, _ in batch])
                 self._shifts = sent(torch.tensor(shifts).repeat_interleave(lengths), self._device)
@@ -265,18 +268,30 @@ class CompressedRows(CompressedCache):
         if self._shifts is not None:
             positions[: len(self._shifts)] -= self._shifts
 
-    def _watched_outputs(self, batch: list[tuple[str, int, int]]) -> dict[str, int]:
-        """``_last_tokens`` of a step."""
+    def _watch_outputs(self, batch: list[tuple[str, int, int]]) -> None:
+        """Notes where in the batch outputs are that are kept, replaced or scored."""
         restored = (request_id for request_id, one in self.step.adopt.items() if one.restores_output)
-        watched = {*self.step.outputs, *restored}
-        if not watched:
-            return {}
-        ends = accumulate(num_scheduled for _, num_scheduled, _ in batch)
-        return {request_id: end - 1 for (request_id, *_), end in zip(batch, ends, strict=True) if request_id in watched}
+        watched, verify = {*self.step.outputs, *restored}, self.step.verify
+        if not watched and not verify:
+            return
+        ends = dict(zip((one[0] for one in batch), accumulate(one[1] for one in batch), strict=True))
+        self._last_tokens = {request_id: ends[request_id] - 1 for request_id in watched & ends.keys()}
+        self._verified_tokens = {
+            request_id: ends[request_id] - num_scheduled + verify[request_id].offset
+            for request_id, num_scheduled, _ in batch
+            if request_id in verify
+        }
 
     def exchange_outputs(self, hidden_states: Tensor) -> None:
-        """Keeps the outputs of last tokens of contexts whose fronts others may begin with, and puts them in the place
-        of what such a front's last token has come to since. hidden_states: the model's, ``[tokens, hidden]``."""
+        """Keeps the outputs of last tokens of contexts whose fronts others may begin with, puts them in the place of
+        what such a front's last token has come to since, and scores those of answers that are verified. hidden_states:
+        the model's, ``[tokens, hidden]``."""
+        scored, self._verified_tokens = self._verified_tokens, {}
+        for request_id, place in scored.items():
+            one = self.step.verify[request_id]
+            states, dtype = hidden_states[place : place + one.count], self._config.model_config.dtype
+            if (scores := score_tokens(states, one, self._model.compute_logits, dtype)) is not None:
+                self.reporter.add_scores(request_id, one.first, scores)
         places, self._last_tokens = self._last_tokens, {}
         for request_id, place in places.items():
             adoption = self.step.adopt.get(request_id)

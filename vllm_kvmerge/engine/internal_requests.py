@@ -1,4 +1,4 @@
-"""An internal request, whose tokens repeat a chunk of another request's context after it."""
+"""Internal requests, which vLLM schedules like any other, but which no client has sent."""
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
@@ -9,13 +9,25 @@ from vllm_kvmerge.policies.base import Tracker
 FIRST = -(1 << 31)
 """Priority over all users' requests, which wait for none of them, where the scheduler goes by priorities."""
 
+LAST = (1 << 31) - 1
+"""Priority below all users' requests."""
 
-class RepeatingRequest(Request):
+
+class InternalRequest(Request):
+    """A request that computes a prompt for another one. None of its blocks is found by others. It generates nothing,
+    and ends with the step that computes its last token."""
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True if the step that computes its last token has been scheduled."""
+        return self.num_computed_tokens >= self.num_prompt_tokens
+
+
+class RepeatingRequest(InternalRequest):
     """The request that repeats chunk ``index`` of a ``parent``'s context, its first ``context`` tokens.
 
     It reads the parent's blocks of the context, as if it had hit them in the prefix cache, and computes the rest like
-    any prompt. Of its own it leaves nothing: its blocks are never found by others, it generates nothing, and ends with
-    the step that computes its last token.
+    any prompt.
     """
 
     def __init__(
@@ -53,7 +65,25 @@ class RepeatingRequest(Request):
         chunk = Repeat(parent.request_id, *where, tracker.normalizes)
         return cls(parent, key, context, chunk, index, tokens + repetition.tokens)
 
-    @property
-    def is_scheduled(self) -> bool:
-        """True if the step that computes its last token has been scheduled."""
-        return self.num_computed_tokens >= self.num_prompt_tokens
+
+class VerifyingRequest(InternalRequest):
+    """The request that computes an answer's tokens with the full cache, after the same prompt.
+
+    answer: token ids. It may hit blocks in the prefix cache up to the token whose logits are the first to be compared.
+    """
+
+    def __init__(self, name: str, parent: Request, answer: list[int], hash_block_size: int) -> None:
+        assert parent.prompt_token_ids is not None
+        super().__init__(
+            request_id=name,
+            # What follows the answer's last token is not compared.
+            prompt_token_ids=parent.prompt_token_ids + answer[:-1],
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
+            pooling_params=None,
+            client_index=parent.client_index,
+            mm_features=parent.mm_features,
+            cache_salt=parent.cache_salt,
+            priority=LAST,
+        )
+        self.answer, self.start = answer, parent.num_prompt_tokens - 1
+        self.block_hashes = parent.block_hashes[: self.start // hash_block_size]

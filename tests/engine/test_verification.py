@@ -1,0 +1,198 @@
+"""Answers that are verified: an internal request scores their tokens with the full cache."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.request import RequestStatus
+
+from tests.engine.conftest import greedy, preempt_all, random_prompt, run
+from vllm_kvmerge.engine.internal_requests import VerifyingRequest
+from vllm_kvmerge.engine.verification import VERIFY_KEY, repeats
+
+PROMPT = random_prompt(np.random.default_rng(1), 300)
+
+
+def answered(engine, params: SamplingParams, prompt: list[int] = PROMPT, key: str = "key") -> list[int]:
+    params.extra_args = (params.extra_args or {}) | {VERIFY_KEY: key}
+    (tokens,) = engine.tokens([prompt], params)
+    return tokens
+
+
+def ask(engine, answer: list[int], key: str = "key", max_tokens: int = 4096, seconds: float = 60.0):
+    asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": max_tokens}
+    return engine.scheduler.verify(json.dumps(asked))
+
+
+def step_until(engine, future) -> dict:
+    """Steps the engine, which knows no user's request, until the result is there."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    while not future.done():
+        assert core.scheduler.has_requests(), "nobody goes on with the verification"
+        core.step()
+    return json.loads(future.result(0))
+
+
+def verified(engine, params: SamplingParams, answer: list[int] | None = None) -> dict:
+    tokens = answered(engine, params)
+    return step_until(engine, ask(engine, answer or tokens))
+
+
+def test_scores_are_those_of_the_prompt_and_the_answer_as_one_prompt(engine):
+    assert engine.llm.reset_prefix_cache()
+    answer = answered(engine, greedy("snapkv", 40, budget=48))
+    found = step_until(engine, ask(engine, answer))
+    (output,) = engine.generate([PROMPT + answer], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+    expected = output.prompt_logprobs[len(PROMPT) :]
+    log_probs = [one[token].logprob for one, token in zip(expected, answer, strict=True)]
+    torch.testing.assert_close(torch.tensor(found["log_probs"]), torch.tensor(log_probs), atol=1e-3, rtol=1e-3)
+    ranks = [one[token].rank for one, token in zip(expected, answer, strict=True)]
+    assert found["agrees"] == [rank == 1 for rank in ranks] and not all(found["agrees"]) and any(found["agrees"])
+    # The prompt is in the prefix cache, but for its last block.
+    assert len(answer) <= found["tokens"] < len(answer) + engine.manager.block_size + 1
+    engine.assert_empty()
+
+
+def test_the_full_cache_agrees_with_its_own_answer_and_not_with_another_token(engine):
+    answer = answered(engine, greedy(max_tokens=70))  # more than a tile's
+    assert all(step_until(engine, ask(engine, answer))["agrees"])
+    changed = answer[:60] + [answer[60] ^ 1] + answer[61:]
+    agrees = step_until(engine, ask(engine, changed))["agrees"]
+    assert all(agrees[:60]) and not agrees[60]
+
+
+def test_a_corrupted_front_lowers_the_agreement(engine):
+    """As a fault of ours would: nobody else sees it."""
+    fields = {"budget": 280, "decode": "grow"}
+    sound = verified(engine, greedy("snapkv", 40, **fields))
+
+    def corrupt() -> None:
+        for request_id, segments in engine.segments.items():
+            blocks = [one.block_id for one in engine.manager.req_to_blocks[request_id]]
+            for layer in engine.compression.compactor.layers:
+                layer.values[blocks[: segments.front // engine.manager.block_size]] *= -1
+
+    params = greedy("snapkv", 40, **fields)
+    params.extra_args |= {VERIFY_KEY: "key"}
+    engine.add("corrupted", PROMPT, params)
+    answer = run(engine, corrupt)["corrupted"]
+    broken = step_until(engine, ask(engine, answer))
+    assert sum(broken["agrees"]) < sum(sound["agrees"]) and sum(broken["log_probs"]) < sum(sound["log_probs"]) - 5
+
+
+PROCESSED = {
+    "penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+    "bias": {"logit_bias": dict.fromkeys(range(20, 400), -4.0)},
+    "allowed": {"allowed_token_ids": list(range(100, 160))},
+    "least": {"min_tokens": 40, "stop_token_ids": list(range(100, 700)), "ignore_eos": False},
+}
+
+
+@pytest.mark.parametrize("how", PROCESSED)
+def test_logits_are_processed_as_the_request_asks(engine, how):
+    params = SamplingParams(temperature=0, max_tokens=40, **{"ignore_eos": True} | PROCESSED[how])
+    answer = answered(engine, params)
+    assert all(step_until(engine, ask(engine, answer))["agrees"])
+    request = engine.scheduler._verifications._known["key"]
+    request.sampling_params = SamplingParams(temperature=0, max_tokens=40)
+    assert not all(step_until(engine, ask(engine, answer))["agrees"]), "the parameters change nothing"
+
+
+def test_bad_words(engine):
+    plain = answered(engine, greedy(max_tokens=20))
+    params = greedy(max_tokens=20)
+    params._bad_words_token_ids = [[plain[0]], plain[3:5]]
+    answer = answered(engine, params)
+    assert answer != plain and all(step_until(engine, ask(engine, answer))["agrees"])
+
+
+def test_blocks_of_the_prefix_cache_stay_and_none_are_added(engine):
+    assert engine.llm.reset_prefix_cache()
+    answer = answered(engine, greedy("snapkv", 40, budget=48))
+    engine.tokens([random_prompt(np.random.default_rng(2), 600)], greedy(max_tokens=1))
+    before = {block.block_id: block.block_hash for block in engine.pool.blocks if block.block_hash is not None}
+    step_until(engine, ask(engine, answer))
+    after = {block.block_id: block.block_hash for block in engine.pool.blocks if block.block_hash is not None}
+    assert after == before
+    # All that is free is in the prefix cache: nothing is taken from it.
+    unhashed = [one for one in engine.pool.free_block_queue.get_all_free_blocks() if one.block_hash is None]
+    for block in unhashed:
+        engine.pool.free_block_queue.remove(block)
+    future = ask(engine, answer)
+    assert not engine.scheduler._verifications.is_at_work and not future.done()
+    engine.pool.free_block_queue.append_n(unhashed)
+    engine.tokens([PROMPT[:40]], greedy(max_tokens=2))
+    assert len(step_until(engine, future)["agrees"]) == len(answer)
+    engine.assert_empty()
+
+
+def test_users_come_first_and_are_not_changed(engine):
+    """The verification gives its place up while somebody waits, and goes on afterwards."""
+    rng = np.random.default_rng(3)
+    prompts = [random_prompt(rng, 900) for _ in range(4)]  # 29 blocks each
+    alone = [engine.tokens([prompt], greedy(max_tokens=12))[0] for prompt in prompts]
+    assert engine.llm.reset_prefix_cache()
+    answer = answered(engine, greedy("snapkv", 40, budget=48), prompt := random_prompt(rng, 2500))
+    assert engine.llm.reset_prefix_cache()
+    queued = engine.scheduler._queue_verification
+    with pytest.MonkeyPatch.context() as patch, engine.with_blocks(110):
+        tries = []
+        patch.setattr(engine.scheduler._verifications, "_queue", lambda one: (tries.append(one), queued(one)))
+        future = ask(engine, answer)  # 80 blocks, in three steps
+        assert len(tries) == 1 and len(prompt) + 39 == tries[0].num_prompt_tokens
+        engine.llm.llm_engine.engine_core.engine_core.step()
+        for index, one in enumerate(prompts):
+            engine.add(str(index), one, greedy(max_tokens=12))
+        found = run(engine)
+        assert [found[str(index)] for index in range(4)] == alone
+        assert not future.done(), "nobody had to wait"
+    engine.tokens([PROMPT[:40]], greedy(max_tokens=2))
+    assert len(step_until(engine, future)["agrees"]) == 40
+    engine.assert_empty()
+
+
+def test_a_preempted_verification_comes_to_the_same(engine):
+    answer = answered(engine, greedy("snapkv", 40, budget=48))
+    expected = step_until(engine, ask(engine, answer))
+    engine.llm.reset_prefix_cache()
+    future = ask(engine, answer)
+    core = engine.llm.llm_engine.engine_core.engine_core
+    assert any(isinstance(one, VerifyingRequest) for one in engine.scheduler.requests.values())
+    preempt_all(engine)
+    core.step()
+    engine.scheduler.finish_requests(list(engine.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+    found = step_until(engine, future)
+    assert found["agrees"] == expected["agrees"]
+    assert np.allclose(found["log_probs"], expected["log_probs"], atol=1e-3)
+    engine.assert_empty()
+
+
+def test_what_is_skipped(engine):
+    answer = answered(engine, greedy("snapkv", 10, budget=48))
+    assert engine.llm.reset_prefix_cache()
+    assert step_until(engine, ask(engine, answer, max_tokens=100)) == {"skipped": "too_long", "tokens": 309}
+    assert step_until(engine, ask(engine, answer, key="other")) == {"skipped": "unknown"}
+    with engine.with_blocks(2):
+        future = ask(engine, answer, seconds=0.0)
+        engine.tokens([PROMPT[:20]], greedy(max_tokens=2))
+        assert json.loads(future.result(0)) == {"skipped": "no_room"}
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_loop"),
+    [
+        ([], False),
+        ([5, 5, 5], False),
+        ([1, 5, 5, 5, 5], True),
+        ([1, 2] * 4, True),
+        ([1, 2] * 3 + [1], False),
+        ([9, *range(16)] + [*range(16)] * 3, True),
+        ([*range(17)] * 4, False),
+        ([5, 5, 5, 5, 6], False),
+    ],
+)
+def test_loops(tokens, is_loop):
+    assert repeats(tokens) == is_loop

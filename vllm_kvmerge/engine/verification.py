@@ -1,0 +1,210 @@
+"""Answers that are verified: scored with the full cache once they have ended, as the scheduler sees it.
+
+A server asks for it when it has an answer (``Verifications.ask``), by the key that the answer's request carried.
+"""
+
+import json
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import Request
+
+from vllm_kvmerge.engine.internal_requests import VerifyingRequest
+from vllm_kvmerge.engine.messages import CompressionStep, TokenScores, Verify
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+VERIFY_KEY = "kvmerge_verify"
+"""Key in ``SamplingParams.extra_args``: the name under which a server asks for the request's verification."""
+
+MAX_KNOWN = 4096
+"""Requests that a server may still ask for."""
+
+
+def obstacle(config: "VllmConfig", params: "SamplingParams") -> str | None:
+    """Why a request's answer cannot be verified; None: it can."""
+    obstacles = {
+        "several engines (--data-parallel-size)": config.parallel_config.data_parallel_size > 1,
+        "adapters (--enable-lora)": config.lora_config is not None,
+        "structured outputs": params.structured_outputs is not None,
+        "a budget of tokens for thinking": params.thinking_token_budget is not None,
+    }
+    return next((what for what, is_there in obstacles.items() if is_there), None)
+
+
+MAX_PERIOD, LEAST_REPETITIONS = 16, 4
+"""Tokens of a loop, and how often an answer has to end with them."""
+
+
+def repeats(tokens: Sequence[int]) -> bool:
+    """True if an answer ends in a loop."""
+    last = tokens[-MAX_PERIOD * LEAST_REPETITIONS :]
+    return any(
+        last[-period * LEAST_REPETITIONS : -period] == last[-period * (LEAST_REPETITIONS - 1) :]
+        for period in range(1, len(last) // LEAST_REPETITIONS + 1)
+    )
+
+
+@dataclass
+class _Asked:
+    """An answer that is being verified. prompt: its request. until: when it is given up (``time.monotonic()``).
+    tokens: computed for it. is_computed: the last step for it has been scheduled. scores: of its tokens, by index."""
+
+    prompt: Request
+    answer: list[int]
+    until: float
+    result: Future[str]
+    tokens: int = 0
+    is_computed: bool = False
+    scores: dict[int, tuple[float, bool]] = field(default_factory=dict)
+
+    def end(self, **said: Any) -> None:
+        if not self.result.done():
+            self.result.set_result(json.dumps(said))
+
+
+class Verifications:
+    """Has answers computed again by internal requests, while no user waits.
+
+    hash_block_size: of the prefix cache. queue: has an internal request scheduled. end: ends requests, by id.
+    free_blocks: of a request, tokens that are still to be computed, and whether free blocks suffice for them that are
+    not in the prefix cache; these are then the next to be given out.
+    """
+
+    def __init__(
+        self,
+        hash_block_size: int,
+        queue: Callable[[VerifyingRequest], None],
+        end: Callable[[list[str]], object],
+        free_blocks: Callable[[VerifyingRequest], tuple[int, bool]],
+    ) -> None:
+        self._hash_block_size, self._queue, self._end, self._free_blocks = hash_block_size, queue, end, free_blocks
+        self._known: OrderedDict[str, Request] = OrderedDict()
+        self._held: deque[_Asked] = deque()
+        self._at_work: dict[str, tuple[VerifyingRequest, _Asked]] = {}
+        self._count = 0
+
+    @property
+    def is_at_work(self) -> bool:
+        return bool(self._at_work)
+
+    def running(self) -> list[VerifyingRequest]:
+        """Internal requests that vLLM schedules."""
+        return [internal for internal, _ in self._at_work.values() if not internal.is_finished()]
+
+    def note(self, request: Request, key: str) -> None:
+        """Notes a request whose answer a server may have verified under this name."""
+        self._known[key] = request
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def ask(self, text: str) -> Future[str]:
+        """Has an answer verified. text: JSON of ``key``, ``answer`` (token ids), ``seconds``, after which it is given
+        up, and ``max_tokens``, the most to compute for it. Returns JSON of ``skipped``, a reason, or of ``log_probs``
+        and ``agrees`` by token, and ``tokens``, how many were computed."""
+        asked, result = json.loads(text), Future[str]()
+        request = self._known.get(asked["key"])
+        one = _Asked(request, asked["answer"], time.monotonic() + asked["seconds"], result)  # type: ignore[arg-type]
+        if request is None or request.prompt_token_ids is None or not asked["answer"]:
+            one.end(skipped="unknown")
+            return result
+        needed, _ = self._free_blocks(self._internal(one))
+        if needed > asked["max_tokens"]:
+            one.end(skipped="too_long", tokens=needed)
+            return result
+        self._held.append(one)
+        return result
+
+    def forget(self, key: str) -> None:
+        self._known.pop(key, None)
+
+    def _internal(self, one: _Asked) -> VerifyingRequest:
+        self._count += 1
+        name = f"{one.prompt.request_id}/verification-{self._count}"
+        return VerifyingRequest(name, one.prompt, one.answer, self._hash_block_size)
+
+    def begin_step(self, has_waiting: Callable[[], bool], has_place: bool) -> None:
+        """Queues the next one if no user waits. has_waiting: whether one does. has_place: another request may run."""
+        if not self._held and not self._at_work:
+            return
+        now = time.monotonic()
+        while self._held and self._held[0].until < now:
+            self._held.popleft().end(skipped="no_room")
+        for internal, one in list(self._at_work.values()):
+            if one.until < now:
+                self._give_up(internal)
+            elif internal.is_finished() and not one.is_computed:  # ended by somebody else
+                self._put_back(internal)
+            elif not one.is_computed and not self._free_blocks(internal)[1]:
+                self._give_up(internal)
+        if self._at_work:
+            return
+        if self._held and has_place and not has_waiting():
+            internal = self._internal(self._held[0])
+            needed, has_blocks = self._free_blocks(internal)
+            if has_blocks:
+                one = self._held.popleft()
+                one.tokens = needed
+                self._at_work[internal.request_id] = internal, one
+                self._queue(internal)
+
+    def _give_up(self, internal: VerifyingRequest) -> None:
+        _, one = self._at_work.pop(internal.request_id)
+        self._end([internal.request_id])
+        one.end(skipped="no_room")
+
+    def _put_back(self, internal: VerifyingRequest) -> None:
+        _, one = self._at_work.pop(internal.request_id)
+        self._end([internal.request_id])
+        one.scores = {}
+        self._held.appendleft(one)
+
+    def go_on(self, scheduled: Mapping[str, int], has_waiting: Callable[[], bool], step: CompressionStep) -> None:
+        """Adds to ``step`` what is compared in it. has_waiting: whether users wait for a place, which then goes to
+        them."""
+        for internal, one in list(self._at_work.values()):
+            if internal.is_finished():
+                continue
+            if (num_tokens := scheduled.get(internal.request_id)) is None:
+                if not scheduled:  # nothing runs that could make room
+                    self._give_up(internal)
+                elif has_waiting():
+                    self._put_back(internal)
+                continue
+            end = internal.num_computed_tokens
+            first = max(internal.start, end - num_tokens)
+            if first < end:
+                assert one.prompt.sampling_params is not None
+                step.verify[internal.request_id] = Verify(
+                    offset=first - (end - num_tokens),
+                    first=first - internal.start,
+                    count=end - first,
+                    num_prompt_tokens=internal.start + 1,
+                    tokens=[*internal.prompt_token_ids, internal.answer[-1]],
+                    params=one.prompt.sampling_params,
+                )
+            if internal.is_scheduled:
+                one.is_computed = True
+                self._end([internal.request_id])
+            elif has_waiting():
+                self._put_back(internal)
+
+    def learn(self, scores: Mapping[str, TokenScores]) -> None:
+        """Takes a worker's report into account."""
+        for request_id, some in scores.items():
+            if (found := self._at_work.get(request_id)) is None:
+                continue
+            _, one = found
+            for index, (log_prob, agrees) in enumerate(zip(some.log_probs, some.agrees, strict=True), some.first):
+                one.scores[index] = log_prob, bool(agrees)
+            if len(one.scores) == len(one.answer):
+                del self._at_work[request_id]
+                in_order = [one.scores[index] for index in range(len(one.answer))]
+                log_probs, agree = zip(*in_order, strict=True)
+                one.end(log_probs=log_probs, agrees=agree, tokens=one.tokens)
