@@ -36,6 +36,7 @@ import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
+from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 from vllm.v1.worker.utils import KVBlockZeroer  # noqa: E402
 
@@ -48,6 +49,7 @@ from vllm_kvmerge import compression as compression_of  # noqa: E402
 from vllm_kvmerge import kvmerge_engine_args  # noqa: E402
 from vllm_kvmerge.engine.attention import cuda as backend  # noqa: E402
 from vllm_kvmerge.engine.compat import CUDA_BACKEND, drop_validator, register_cache_spec  # noqa: E402
+from vllm_kvmerge.engine.verification import VERIFY_KEY  # noqa: E402
 from vllm_kvmerge.ops.workspace import workspace_of  # noqa: E402
 
 if IS_V2:
@@ -147,6 +149,19 @@ class CUDAOnCPUWorker(CPUWorker):
         return times
 
 
+def verified(llm: LLM, core: EngineCore, job: list) -> list:
+    """Of a plain answer: whether the full cache agrees, and the log-probability of all."""
+    prompt, _, num_tokens = job
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, extra_args={VERIFY_KEY: "key"})
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    asked = {"key": "key", "answer": list(output.outputs[0].token_ids), "seconds": 300.0, "max_tokens": 1000}
+    result = core.scheduler.verify(json.dumps(asked))
+    while not result.done():
+        core.step_fn()
+    found = json.loads(result.result(0))
+    return [all(found["agrees"]), sum(found["log_probs"])]
+
+
 def main() -> None:
     with ExitStack() as stack:
         if FLASH:
@@ -195,6 +210,7 @@ def run() -> None:
     worker = core.model_executor.driver_worker.worker
     pool = core.scheduler.kv_cache_manager.block_pool
     result = {
+        "verified": verified(llm, core, jobs[0]),
         "tokens": [list(completion.token_ids) for completion in completions],
         "logprobs": [completion.cumulative_logprob for completion in completions],
         "generated": [asdict(Generated.of(completion)) for completion in completions],

@@ -185,6 +185,7 @@ def test_tokens_of_the_cpu_runner(is_v2, is_spread, expected, chats):
     )
     assert result.pop("tokens") == [list(one.token_ids) for _, one in asked]
     assert result.pop("logprobs") == pytest.approx([one.cumulative_logprob for _, one in asked], abs=TOLERANCE)
+    assert result.pop("verified") == [True, pytest.approx(expected[0].cumulative_logprob, abs=TOLERANCE)]
     assert len(result.pop("generated")) == len(asked) and result.pop("cached") > 0
     check_chats(chats, result.pop("turns"))
     # In a window the model sees the same distances either way, and random numbers depend on the tokens' positions.

@@ -97,10 +97,14 @@ def test_a_client_that_leaves_ends_nothing_else(server: Server):
     assert said(server.complete(**body(WHOLE))["usage"]).agreeing == 1.0
 
 
-@pytest.fixture(scope="module")
-def sharing() -> Iterator[Server]:
-    """A server that verifies all answers of its own accord."""
-    with serving("--verify-share", "1") as ready:
+@pytest.fixture(
+    scope="module",
+    params=[(), pytest.param(("--tensor-parallel-size", "2"), marks=pytest.mark.slow)],
+    ids=["one", "two"],
+)
+def sharing(request) -> Iterator[Server]:
+    """A server, of one worker or two, that verifies all answers of its own accord."""
+    with serving("--verify-share", "1", *request.param) as ready:
         yield ready
 
 
