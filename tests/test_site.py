@@ -32,7 +32,7 @@ def test_links_to_the_repository_lead_there(site):
     assert code in (site / "design.html").read_text()
     assert 'href="https://example.org/project/tree/main/deploy/prometheus"' in text
     assert 'href="SECURITY.html"' in text
-    assert 'href="overview.html#limits"' in (site / "faq.html").read_text()
+    assert 'href="overview.html#limits"' in (site / "quickstart.html").read_text()
 
 
 def test_llms_txt_lists_every_page(site):
