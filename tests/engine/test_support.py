@@ -127,7 +127,7 @@ def test_models_whose_keys_cannot_be_turned_back(tmp_path: Path, change: dict[st
         (LLAMA, None, None),
         (GEMMA, None, None),
         (GEMMA, {"sliding_attention": {"rope_type": "longrope"}}, "has sliding-window layers with"),
-        (LLAMA_4, None, "does not declare a RoPE of its sliding-window layers"),
+        (LLAMA_4, None, "declares no RoPE for its sliding-window layers"),
     ],
 )
 def test_models_whose_windows_cannot_be_turned(tmp_path: Path, model, parameters, obstacle: str | None) -> None:
@@ -189,10 +189,10 @@ def test_positions_are_those_of_the_table(tmp_path: Path, rope_type: str) -> Non
         ({}, "declares no RoPE"),
         ({"rotary_dim": 64}, None),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, None),
-        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "has a RoPE of another kind (longrope)"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "has an unsupported RoPE type (longrope)"),
         ({"rope_parameters": {"some_attention": {"rope_theta": 1e4}}}, "has a RoPE for each type of layer"),
-        ({"rope_parameters": {"rope_theta": 1e4}, "layer_types": ["sliding_attention"]}, "does not say whether"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "has a RoPE of another kind (longrope)"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "layer_types": ["sliding_attention"]}, "does not declare whether"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "has an unsupported RoPE type (longrope)"),
         ({"rope_parameters": {"rope_theta": 1e4}, "layer_rope_theta": [1e4, 0]}, "has no RoPE in some layers"),
     ],
 )

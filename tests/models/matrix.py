@@ -19,16 +19,16 @@ from tests.models.probe import FEATURES, arguments, prompts
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 HEADER = """# Support matrix
 
-Each model has a few small layers with random weights, made from Transformers' configuration. Stock vLLM and the plugin
-run it on the CPU, in float32 unless its name says otherwise. `python -m tests.models.matrix` writes this page;
+Each model has a few small random-weight layers, built from Transformers' configuration. Stock vLLM and the plugin run
+it on the CPU, in float32 unless its name says otherwise. `python -m tests.models.matrix` writes this page;
 `make test-all` checks its rows.
 
-- **plain**: requests without a policy give the tokens of stock vLLM.
-- **policies** (without `kvzap`, which needs a surrogate trained for the model): each generates 64 tokens after a prompt
-  of 300, and its live entries stay within what the budget allows. Afterwards every block is free, and plain requests
-  give the same tokens as before.
+- **plain**: requests without a policy generate stock vLLM's tokens.
+- **policies** (without `kvzap`, which needs a predictor trained for the model): each generates 64 tokens after a prompt
+  of 300, and its live entries stay within the budget. Afterwards every block is free, and plain requests generate the
+  same tokens as before.
 - The other columns are [fields of a request](request-field.md), each tried with one policy. What is not supported is
-  refused, over HTTP with status 400; the notes say why.
+  refused with HTTP status 400; the notes say why.
 
 """
 

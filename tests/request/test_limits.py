@@ -57,7 +57,7 @@ COMPILES = "because the server compiles the model; allowed: with --enforce-eager
 REFUSED = [
     (M_ROPE, "expected_attention", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "compactor", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
-    (M_ROPE, IN_CACHE, "positions", "'cache' needs keys turned, but the model has M-RoPE; allowed: 'text'"),
+    (M_ROPE, IN_CACHE, "positions", "'cache' rotates keys, but the model has M-RoPE; allowed: 'text'"),
     *(
         (traits, asked, param, f"which {said}; allowed: another {param}")
         for traits, said in ((CAPPED, "soft-caps its attention logits"), (SINKS, "has attention sinks"))

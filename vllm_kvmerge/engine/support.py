@@ -146,11 +146,11 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
     config = model.hf_text_config
     parameters = getattr(config, "rope_parameters", None) or {}
     if getattr(model, "use_mla", False):
-        return "keeps latents (MLA), of which RoPE turns a part"
+        return "keeps latents (MLA), which RoPE rotates only in part"
     if model.using_transformers_backend():
-        return "runs in Transformers' implementation, whose RoPE is its own"
+        return "runs in Transformers' implementation, which has its own RoPE"
     if model.uses_mrope:
-        return "has M-RoPE, which turns by more than one position"
+        return "has M-RoPE, which rotates by more than one position"
     if (
         (not parameters and not getattr(config, "rotary_dim", None))  # GPT-J's name for it
         or getattr(config, "position_embedding_type", "rope") in (None, "nope")  # Granite 4's
@@ -161,14 +161,14 @@ def rotation_obstacle(model: "ModelConfig") -> str | None:
     elif any(isinstance(one, dict) for one in parameters.values()):
         return "has a RoPE for each type of layer"
     elif has_windows(model):
-        return "does not say whether its layers of full attention have RoPE"
+        return "does not declare whether its full-attention layers have RoPE"
     rope_type = parameters.get("rope_type", "default")
     if (
         rope_type not in PLAIN_ROPE
         or parameters.get("use_fope")
         or getattr(config, "dual_chunk_attention_config", None)
     ):
-        return f"has a RoPE of another kind ({rope_type})"
+        return f"has an unsupported RoPE type ({rope_type})"
     if 0 in (getattr(config, "no_rope_layers", None) or []) or 0 in (getattr(config, "layer_rope_theta", None) or []):
         return "has no RoPE in some layers"
     return None
@@ -181,9 +181,9 @@ def window_rotation_obstacle(model: "ModelConfig") -> str | None:
         return None
     parameters = (getattr(model.hf_text_config, "rope_parameters", None) or {}).get("sliding_attention")
     if not isinstance(parameters, dict):
-        return "does not declare a RoPE of its sliding-window layers"
+        return "declares no RoPE for its sliding-window layers"
     rope_type = parameters.get("rope_type", "default")
-    return None if rope_type in PLAIN_ROPE else f"has sliding-window layers with a RoPE of another kind ({rope_type})"
+    return None if rope_type in PLAIN_ROPE else f"has sliding-window layers with an unsupported RoPE type ({rope_type})"
 
 
 def num_positions(model: "ModelConfig") -> int | None:

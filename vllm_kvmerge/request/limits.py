@@ -245,11 +245,11 @@ class Limits:
         """What the model, or the way in which the server runs it, rules out."""
         shape, tracker, name = self.shape, spec.policy.tracker, spec.policy.tracker.name
         parts = [(kind, getattr(spec.policy, kind)) for kind in PARTS]
-        in_cache, turned = spec.positions == "cache", "'cache' needs keys turned, but the model"
-        layers, latent = "does not work with a model that has", "and the model keeps one latent for both (MLA)"
+        in_cache, turned = spec.positions == "cache", "'cache' rotates keys, but the model"
+        layers, latent = "does not support models with", "but the model keeps one latent for both (MLA)"
         windows = f"{layers} sliding-window or chunked-local layers where there is no prefix cache"
         states = f"{layers} Mamba or linear-attention layers"
-        softmax = "computes attention in another way than the model, which"
+        softmax = "computes attention differently from the model, which"
         unseen = f"hidden states cannot be seen, because the server {shape.hidden_states_obstacle}"
         # fmt: off
         for is_there, field, what, allowed in (
@@ -274,7 +274,7 @@ class Limits:
                                       (shape.has_sinks and not part.takes_sinks, "has attention sinks"))),
             (shape.rotation_obstacle and in_cache, "positions", f"{turned} {shape.rotation_obstacle}", "'text'"),
             *((shape.rotation_obstacle and part.needs_rotation,
-               kind, f"{part.name!r} needs keys as they were before RoPE, but the model {shape.rotation_obstacle}",
+               kind, f"{part.name!r} needs keys before RoPE, but the model {shape.rotation_obstacle}",
                f"another {kind}") for kind, part in parts),
             (tracker.predicts_scores and not shape.has_surrogate,
              "tracker", f"{name!r} needs a KVzap model, and the server has none",
@@ -284,7 +284,7 @@ class Limits:
             (shape.hidden_states_obstacle and tracker.normalizes, "normalized", unseen, "with --enforce-eager"),
         ):  # fmt: on
             yield is_there, field, "unsupported_model", what, allowed
-        what = f"{spec.reuse!r} on a server that keeps no compressed cache"
+        what = f"{spec.reuse!r} needs a server that keeps compressed caches"
         yield spec.reuse is not None and not self.shares_contexts, "reuse", "not_kept", what, "null"
 
     def _check_positions(self, spec: CompressionSpec, num_prompt_tokens: int, max_tokens: int) -> None:
