@@ -42,8 +42,8 @@ RUNS = {
     "real-known": "",
     "real-later": "",
     "real-held-out": "## Held out\n\nTasks that took no part in any choice.",
-    "real-screen": "## The screen\n\nEvery selection on 6 prompts of each task, by the rule in [its "
-    "configuration](../configs/eval/real-screen.yaml): what decides which policies are measured closely.",
+    "real-screen": "## The screen\n\nEvery selection on 6 prompts of each task, which decides (by the rule in "
+    "[its configuration](../configs/eval/real-screen.yaml)) which policies are measured more closely.",
 }
 """Runs that the page shows, and what it says of them."""
 PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
@@ -62,21 +62,20 @@ RESAMPLES = 4000
 
 INTRODUCTION = f"""# Leaderboard
 
-Policies on a real language model, and what a request without a policy gets. Measure your own model the same way:
+Policies on a real language model, and what a request without a policy gets. To measure your own model:
 
 ```sh
 .venv/bin/vllm-kvmerge eval configs/eval/real-screen.yaml --output eval-results/real-screen
 .venv/bin/python benchmarks/leaderboard.py eval-results/real-screen
 ```
 
-Scores are shares of the full cache's, means over the tasks for which it gets at least 0.6, with 95% intervals
-(bootstrap over prompts). Columns behind the budgets are of a budget of {DECIDING}: right answers of each task,
-*held*, the bytes of the cache while a request generates, of the full cache's, as measured where a context has been
-compressed before its question (elsewhere a prompt is held whole until its end), and *loops*, answers in which more
-than half of the 4-grams occurred before. **Bold**: the best, and what is not told from it (paired, after Holm). The
-question is in what is compressed, or it comes after the context has been compressed, as where many questions are
-asked about one document. All holds on these models and tasks; others rank otherwise. All samples:
-[real_scores.json](../benchmarks/results/real_scores.json).
+Scores are relative to the full cache's: means over the tasks on which it gets at least 0.6, with 95% intervals
+(bootstrap over prompts). The question is known when the prompt is compressed, or it comes later, after the context has
+been compressed, as where many questions are asked about one document. Further columns are for a budget of {DECIDING}:
+correct answers of each task; *held*, the bytes of the cache during generation relative to the full cache's, measured
+only where the question comes later (otherwise the whole prompt is held until its end); *loops*, answers in which more
+than half of the 4-grams occurred before. **Bold**: not significantly worse than the best (paired, after Holm). Other
+models and tasks rank differently. All samples: [real_scores.json](../benchmarks/results/real_scores.json).
 """
 
 
@@ -341,8 +340,8 @@ def defaults(found: Recommendations) -> list[str]:
     """What a request without a policy gets."""
     asked: list[tuple[str, Case, bool]] = [
         ('`{"budget": 0.25}`', "known", False),
-        ("with `context_tokens`, or `context_messages` of a chat", "later", False),
-        ('with `"reuse": "turns"`, of those that read what they compress once', "later", True),
+        ("with `context_tokens` or `context_messages`", "later", False),
+        ('with `"reuse": "turns"` (of policies that read the prompt once)', "later", True),
     ]
     lines = [
         "## What a request without a policy gets",
@@ -356,7 +355,7 @@ def defaults(found: Recommendations) -> list[str]:
     return [
         *lines,
         "",
-        "The best of the case, unless policies that read the prompt once are level with it: then the best of those.",
+        "The best policy for the case, unless policies that read the prompt once match it: then the best of those.",
         "",
     ]
 
@@ -366,9 +365,9 @@ def order(cells: list[Cell]) -> list[str]:
     lines = [
         "## Beside the public leaderboard",
         "",
-        "kvpress's, RULER of 4,096 tokens, all 13 tasks, a quarter kept, for Qwen3 8B and Llama 3.1 8B, percent; here",
-        "the score above, percent of the full cache's. Models, tasks and settings are others: what can be compared is",
-        "the order.",
+        "kvpress's leaderboard has RULER of 4,096 tokens, all 13 tasks, a quarter kept, Qwen3 8B and Llama 3.1 8B, in",
+        "percent; *here* is the score above, in percent of the full cache's. Models, tasks and settings differ:",
+        "compare only the order.",
         "",
         "| policy | case | Qwen3 8B | Llama 3.1 8B | here |",
         "|---|---|---:|---:|---:|",
