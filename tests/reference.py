@@ -16,14 +16,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 
 NOTE = f"""# Reference
 
-Written by `python -m tests.reference`, from code. `GET /kvmerge/policies` returns fields, policies and parts as JSON;
-[the request field](request-field.md) explains them. Where an integer has no upper bound here, it is {MAX_TOKENS}.
+Generated from the code by `python -m tests.reference`; [the request field](request-field.md) explains the fields.
+Integers without an upper bound are limited to {MAX_TOKENS}.
 """
 
 METRICS = """## Metrics
 
-[Operations](operations.md#metrics) has alerts, and `vllm:kvmerge_metrics_write_errors`, which a server adds.
-Labels are `policy` and `engine`, unless the table has others.
+Labels are `policy` and `engine` unless listed. [Operations](operations.md#metrics) has alerts, and
+`vllm:kvmerge_metrics_write_errors`, which a server adds.
 """
 
 

@@ -26,34 +26,36 @@ REQUESTS = Counter("vllm:kvmerge_requests", "Requests received, by policy.", LAB
 REJECTED = Counter("vllm:kvmerge_rejected_requests", "Requests refused because of kv_compression.", ["reason"])
 GENERATED = Counter("vllm:kvmerge_generation_tokens", "Tokens generated, by policy.", LABELS)
 COMPRESSIONS = Counter("vllm:kvmerge_compressions", "Compressions of a request's cache.", LABELS)
-REFRESHES = Counter("vllm:kvmerge_refreshes", "Compressions of a request's complete cache, among these.", LABELS)
+REFRESHES = Counter(
+    "vllm:kvmerge_refreshes", "Compressions of a request's complete cache, included in the above.", LABELS
+)
 BLOCKS_FREED = Counter("vllm:kvmerge_blocks_freed", "Blocks returned to the pool by compressions.", LABELS)
 BYTES_FREED = Counter("vllm:kvmerge_bytes_freed", "Bytes of those blocks, over all layers and ranks.", LABELS)
 MERGED = Counter("vllm:kvmerge_entries_merged", "Cache entries (per layer and KV head) merged into others.", LABELS)
 EVICTED = Counter("vllm:kvmerge_entries_evicted", "Cache entries (per layer and KV head) dropped.", LABELS)
 OVERFLOWS = Counter(
     "vllm:kvmerge_overflows",
-    "Cache entries (per layer and KV head) left as they were because what was to be merged into them is not finite.",
+    "Cache entries (per layer and KV head) left unchanged because the merge result is not finite.",
     LABELS,
 )
 RELIEFS = Counter(
     "vllm:kvmerge_pressure_compressions",
-    "Compressions of requests with trigger pressure, because the pool was short of blocks.",
+    "Compressions because the pool was short of blocks (trigger pressure).",
     LABELS,
 )
 NOT_OFFLOADED = Counter(
     "vllm:kvmerge_not_offloaded_requests",
-    "Requests that are compressed, on a server with a KV connector, which neither loads nor stores their blocks.",
+    "Compressed requests whose blocks the server's KV connector neither loads nor stores.",
     LABELS,
 )
 CONTEXT_HITS = Counter(
-    "vllm:kvmerge_context_hits", "Requests that began with a compressed context from the prefix cache.", LABELS
+    "vllm:kvmerge_context_hits", "Requests that started from a compressed context in the prefix cache.", LABELS
 )
 CONTEXT_MISSES = Counter(
-    "vllm:kvmerge_context_misses", "Requests that compressed a context which the prefix cache did not have.", LABELS
+    "vllm:kvmerge_context_misses", "Requests that compressed a context not in the prefix cache.", LABELS
 )
 CONTEXT_HIT_TOKENS = Counter(
-    "vllm:kvmerge_context_hit_tokens", "Tokens of contexts that were found compressed, and not computed.", LABELS
+    "vllm:kvmerge_context_hit_tokens", "Context tokens found compressed and not computed.", LABELS
 )
 FAILED = Counter(
     "vllm:kvmerge_failed_compactions",
@@ -88,13 +90,13 @@ FALLBACKS = Counter(
 )
 COMPACTION_SECONDS = Histogram(
     "vllm:kvmerge_compaction_seconds",
-    "Seconds to compress one request's cache, all layers; an equal share where a step compresses several.",
+    "Seconds to compress one request's cache, all layers; an equal share if a step compresses several.",
     LABELS,
     buckets=COMPACTION_BUCKETS,
 )
 REFRESH_SECONDS = Histogram(
     "vllm:kvmerge_refresh_seconds",
-    "Seconds to compress one request's complete cache anew, all layers, its queries' scores included.",
+    "Seconds to recompress one request's complete cache, all layers, scoring included.",
     LABELS,
     buckets=COMPACTION_BUCKETS,
 )
@@ -102,7 +104,7 @@ _LIVE = [
     Gauge(name, description, LABELS, multiprocess_mode="livesum")
     for name, description in (
         ("vllm:kvmerge_live_entries", "Entries per KV head and layer held by running requests."),
-        ("vllm:kvmerge_represented_tokens", "Tokens that the live entries of running requests stand for."),
+        ("vllm:kvmerge_represented_tokens", "Tokens represented by the live entries of running requests."),
         ("vllm:kvmerge_live_bytes", "Bytes of the blocks held by running requests."),
         ("vllm:kvmerge_external_bytes", "Bytes of running requests' complete caches outside the pool, over all ranks."),
     )
@@ -112,9 +114,9 @@ _CONTEXTS = [
     Gauge(name, description, ["engine"], multiprocess_mode="livesum")
     for name, description in (
         ("vllm:kvmerge_shared_contexts", "Compressed contexts and turns in the prefix cache."),
-        ("vllm:kvmerge_shared_context_bytes", "Bytes of the blocks that these are in, over all layers and ranks."),
+        ("vllm:kvmerge_shared_context_bytes", "Bytes of their blocks, over all layers and ranks."),
         ("vllm:kvmerge_kept_contexts", "Contexts that are kept under an id."),
-        ("vllm:kvmerge_kept_context_bytes", "Bytes of the blocks that these hold, over all layers and ranks."),
+        ("vllm:kvmerge_kept_context_bytes", "Bytes of the blocks held by kept contexts, over all layers and ranks."),
     )
 ]
 

@@ -49,10 +49,9 @@ Budget = Annotated[
                     "additionalProperties": False,
                 },
             ],
-            "description": "Integer >= 1: entries per KV head. Float in (0, 1]: that share of the prompt, or of its "
-            "context where context_tokens or context_messages says how long that is, rounded up. Object: a KV head "
-            "keeps as many entries as have more than threshold of its attention, at most max (one of the two above) on "
-            "average.",
+            "description": "Integer >= 1: entries per KV head. Float in (0, 1]: share of the prompt's tokens, or of "
+            "the context's if context_tokens or context_messages is given, rounded up. Object: each KV head keeps the "
+            "entries with more than threshold of its attention, at most max (an integer or float as above) on average.",
         }
     ),
 ]
@@ -65,7 +64,7 @@ class Refresh(BaseModel):
 
     every: int = Field(ge=1, le=MAX_TOKENS, description="Tokens from one refresh to the next.")
     queries: int = Field(
-        32, ge=1, le=MAX_QUERIES, description="How many of the newest tokens are scored as queries at a refresh."
+        32, ge=1, le=MAX_QUERIES, description="Number of the newest tokens scored as queries at a refresh."
     )
 
 
@@ -117,53 +116,53 @@ class CommonFields(BaseModel):
     budget: Budget = 0.2
     interval: Count | None = Field(
         None,
-        description="Live entries above the budget that trigger a compression; default: one block. Under pressure: "
-        "entries by which the cache has to grow before it is compressed again; default: a quarter of the budget.",
+        description="Entries above the budget that trigger a compression; default: one block. With trigger pressure: "
+        "entries by which the cache must grow before it is compressed again; default: a quarter of the budget.",
     )
     decode: DecodeMode = Field(
         "bounded",
-        description="bounded: compress again whenever the budget is exceeded by the interval. grow: at the prompt's "
-        "(or context's) end only.",
+        description="bounded: compress again whenever the cache exceeds the budget by the interval. grow: compress "
+        "once, at the end of the prompt (or context).",
     )
     positions: Positions = Field(
         "text",
-        description="What RoPE counts. text: tokens. cache: entries, so that a request may outlast the length that the "
-        "model was trained on; what stays is turned to its new place at each compression.",
+        description="What RoPE counts. text: tokens. cache: entries, so that a request may exceed the model's "
+        "positions; each compression rotates the kept keys to their new positions.",
     )
     trigger: Trigger = Field(
         "budget",
-        description="budget: compress when the cache exceeds the budget. pressure: keep all entries until the pool of "
-        "blocks is short, and compress then, for the newest queries.",
+        description="budget: compress when the cache exceeds the budget. pressure: keep all entries until the pool is "
+        "short of blocks, then compress by the newest queries.",
     )
     context_tokens: Count | None = Field(
         None,
-        description="Compress the prompt's first so many tokens as if they were the whole prompt, before the rest of "
-        "it, such as a question, is read; at most the prompt's tokens. Default: the whole prompt.",
+        description="Compress this many first tokens of the prompt as if they were the whole prompt, before the rest, "
+        "such as a question, is read; at most the prompt's tokens. Default: the whole prompt.",
     )
     context_messages: Count | None = Field(
         None,
-        description="In place of context_tokens, for a chat: its first so many messages, whose tokens the server "
-        "counts. Default: none.",
+        description="For a chat, instead of context_tokens: this many first messages, whose tokens the server counts. "
+        "Default: none.",
     )
     reuse: Literal["turns"] | None = Field(
         None,
         description="turns: when the request ends, its cache stays in the prefix cache, and a request with the same "
-        "policy whose prompt begins with its tokens goes on from there, as in one session. Default: never.",
+        "policy whose prompt begins with its tokens continues from there. Default: never.",
     )
     prefill: Prefill | None = Field(
         None,
-        description="Compress the context while it is being computed, whenever budget + chunk entries have gathered, "
-        "for the newest queries by then. Default: once, at its end.",
+        description="Compress the context while it is computed, whenever budget + chunk entries have accumulated, by "
+        "the newest queries. Default: once, at its end.",
     )
     refresh: Refresh | None = Field(
         None,
-        description="Keep the complete cache outside the pool, and compress it anew for the newest queries every so "
-        "many tokens. Default: never.",
+        description="Keep the complete cache outside the pool, and recompress it by the newest queries every so many "
+        "tokens. Default: never.",
     )
     protect: Protect | None = Field(
         None,
-        description="Tokens of the prompt, or messages of a chat, that are neither evicted nor merged; they count in "
-        "the budget. Default: none.",
+        description="Tokens of the prompt, or messages of a chat, that are neither evicted nor merged; they count "
+        "towards the budget. Default: none.",
         examples=[{"tokens": [[0, 512]]}],
     )
     verify: bool = Field(

@@ -25,9 +25,7 @@ EmaDecay = Annotated[
 class ScoringTracker(Tracker):
     """Trackers that score the prompt's last queries."""
 
-    score_window: ScoreWindow = Field(
-        64, description="How many of the prompt's last tokens are scored as queries, or 'all'."
-    )
+    score_window: ScoreWindow = Field(64, description="Number of the prompt's last tokens scored as queries, or 'all'.")
 
     @property
     def prompt_window(self) -> ScoreWindow:
@@ -57,7 +55,7 @@ class SumTracker(ScoringTracker):
     source = "H2O; ZSMerge eq. 5"
     mode = ScoreMode.SUM
 
-    decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor on the accumulated score at each query.")
+    decay: float = Field(1.0, ge=0.0, le=1.0, description="Factor applied to the accumulated score at each query.")
 
     @property
     def update_decay(self) -> float:
@@ -147,16 +145,17 @@ class ReconstructionTracker(Tracker):
     repeats_context = True
 
     chunk_size: int = Field(2000, ge=1, le=MAX_TOKENS, description="Tokens of the context that are repeated at once.")
-    repeat_prompt: Prompt = Field(None, description="What asks for the context's first chunk: token ids, or a text.")
+    repeat_prompt: Prompt = Field(None, description="Prompt for the context's first chunk: token ids or text.")
     resume_prompt: Prompt = Field(
-        None, description="What asks for another chunk; the 8 tokens before that chunk follow it."
+        None, description="Prompt for each further chunk, followed by the 8 tokens before that chunk."
     )
-    answer_prompt: Prompt = Field(None, description="What begins the answer, after both other prompts.")
+    answer_prompt: Prompt = Field(None, description="Start of the answer, after either prompt.")
     num_prefix_tokens: int = Field(
         4, ge=0, le=MAX_TOKENS, description="First tokens, such as a system prompt, that are kept and not repeated."
     )
     normalized: bool = Field(
-        False, description="Whether to weigh a probability by ||W_O v|| / ||h||: its value's, its query's hidden state."
+        False,
+        description="Multiply each probability by ||W_O v|| / ||h||: projected value over the query's hidden state.",
     )
 
     @property

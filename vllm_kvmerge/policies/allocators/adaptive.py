@@ -10,8 +10,7 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class Adaptive(Allocator):
-    """Head-wise budgets (Ada-KV): a head gets as many entries as it has among the layer's H * budget
-    largest, all heads taken together.
+    """Head-wise budgets (Ada-KV): each head gets the number of its entries among the H * budget largest of the layer.
 
     What is compared is each entry's share of its head's attention. A head gets at least ``floor_share`` and at most
     ``max_share`` of the budget; budgets add up to H * budget over the heads of one tensor-parallel worker, so that all
@@ -24,7 +23,7 @@ class Adaptive(Allocator):
     source = "Ada-KV, Feng et al., arXiv:2407.11550"
     splits_heads = True
 
-    floor_share: float = Field(0.2, ge=0.0, le=1.0, description="A head's least share of the budget.")
+    floor_share: float = Field(0.2, ge=0.0, le=1.0, description="Minimum share of the budget per head.")
     max_share: float = Field(2.0, ge=1.0, le=64.0, description="Largest budget, as a multiple of the average.")
 
     def capacity(self, budget: int) -> int:

@@ -10,8 +10,8 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class AllHeads(Allocator):
-    """One threshold for all heads of all layers (KVzip): a head gets as many entries as it has among the largest, all
-    heads of the model taken together, such that budgets average the budget.
+    """One threshold for all heads of all layers (KVzip): each head gets the number of its entries among the model's
+    largest, so that the average is the budget.
 
     What is compared is as for ``adaptive``. A head gets at least what its selector protects, and at most ``max_share``
     times the budget. The heads are those of one tensor-parallel worker, so that all workers hold the same number of

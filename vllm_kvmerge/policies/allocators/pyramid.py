@@ -11,8 +11,8 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class Pyramid(Allocator):
-    """From the first layer to the last, budgets fall by ``ratio``, on a straight line (PyramidKV) or as a cosine from
-    crest to trough (KeepKV's code, and near to what PyramidInfer's compounds to); their mean over layers is the budget.
+    """Budgets fall by ``ratio`` from the first layer to the last, linearly (PyramidKV) or as a cosine from crest to
+    trough (KeepKV's code, and close to PyramidInfer's); their mean over layers is the budget.
 
     PyramidKV's last layer has budget / beta entries and its first the rest of twice the budget, so ``ratio`` is
     2 beta - 1: its default, beta = 20, is the default here. Where the last layer's share is less than its selector's

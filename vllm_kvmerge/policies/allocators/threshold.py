@@ -9,8 +9,8 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class Threshold(Allocator):
-    """A head keeps as many entries as have more than ``threshold`` of its attention, and room for what its selector
-    protects (KVzap's rule, with attention in place of its predicted scores).
+    """Each head gets room for its entries with more than ``threshold`` of its attention, and for those that its
+    selector protects (KVzap's rule, with attention in place of predicted scores).
 
     The budget is the most that heads may hold on average; blocks that no head needs go back to the pool. If heads want
     more than that together, what each wants beyond its least is cut by the same share.
@@ -23,7 +23,7 @@ class Threshold(Allocator):
     needs_scores = True
 
     threshold: float = Field(
-        0.001, gt=0.0, le=1.0, description="An entry counts if its share of its head's attention is larger."
+        0.001, gt=0.0, le=1.0, description="Share of a head's attention above which an entry counts."
     )
     max_share: float = Field(4.0, ge=1.0, le=64.0, description="Largest budget, as a multiple of the average.")
 

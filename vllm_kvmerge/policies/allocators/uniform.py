@@ -8,7 +8,7 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class Uniform(Allocator):
-    """Every layer and head alike, but the first ``skip_layers`` keep all their tokens (MorphKV appendix A.6)."""
+    """The same budget for all layers and heads; the first ``skip_layers`` keep all tokens (MorphKV appendix A.6)."""
 
     name = "uniform"
     source = "every layer and head alike"

@@ -42,7 +42,7 @@ class AsymKVMerger(Merger):
     tracker_modes = frozenset({ScoreMode.SUM})
 
     merge_first: bool = Field(
-        True, description="Merge neighbours until the budget holds. false: merge what the selector does not keep."
+        True, description="Merge neighbours until the budget is met. false: merge the entries that the selector evicts."
     )
 
     def before_selection(

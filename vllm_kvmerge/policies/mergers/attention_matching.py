@@ -55,17 +55,15 @@ class AttentionMatchingMerger(Merger):
     tracker_modes = frozenset(ScoreMode)
 
     matching_window: int = Field(
-        64, ge=1, le=MAX_QUERIES, description="Newest queries whose attention mass and output are to be kept."
+        64, ge=1, le=MAX_QUERIES, description="Newest queries whose attention mass and output are preserved."
     )
     votes_ridge: float = Field(
-        0.1, ge=1e-6, le=1e6, description="Weight that holds votes where they were, in mean eigenvalues."
+        0.1, ge=1e-6, le=1e6, description="Ridge towards the previous votes, in mean eigenvalues."
     )
     values_ridge: float = Field(
-        1.0, ge=1e-6, le=1e6, description="Weight that holds values where they were, in mean eigenvalues."
+        1.0, ge=1e-6, le=1e6, description="Ridge towards the previous values, in mean eigenvalues."
     )
-    max_log_votes: float = Field(
-        3.0, ge=0.0, le=20.0, description="Largest magnitude of the logarithm of an entry's votes."
-    )
+    max_log_votes: float = Field(3.0, ge=0.0, le=20.0, description="Largest absolute logarithm of an entry's votes.")
 
     @property
     def query_window(self) -> int:

@@ -34,9 +34,9 @@ class CamMerger(Merger):
     tracker_modes = frozenset({ScoreMode.SUM, ScoreMode.MEAN})
 
     num_receivers: int = Field(
-        16, ge=1, le=4096, description="Entries among which an evicted value is divided, m of CaM."
+        16, ge=1, le=4096, description="Entries among which an evicted value is divided (CaM's m)."
     )
-    merge_prompt: bool = Field(False, description="Merge at the end of the prompt too; the source drops there.")
+    merge_prompt: bool = Field(False, description="Merge at the end of the prompt too, where the source drops.")
 
     def merge(
         self, entries: Entries, kept: Tensor, importance: Tensor, protected: Tensor, context: CompressionContext

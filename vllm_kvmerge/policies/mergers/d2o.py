@@ -37,7 +37,10 @@ class D2OMerger(Merger):
     tracker_modes = frozenset({ScoreMode.SUM})
 
     threshold_share: float = Field(
-        0.7, ge=0.0, le=1.0, description="Weight of the newest similarities in the threshold's average, beta of D2O."
+        0.7,
+        ge=0.0,
+        le=1.0,
+        description="Weight of the newest similarities in the threshold's moving average (D2O's beta).",
     )
 
     def merge(

@@ -8,7 +8,7 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class DropMerger(Merger):
-    """Entries that are not kept are lost."""
+    """Drops the entries that are not kept."""
 
     name = "drop"
     source = "eviction"

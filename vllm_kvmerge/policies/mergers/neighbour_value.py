@@ -10,7 +10,7 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class NeighbourValueMerger(Merger):
-    """Keys go, values merge into the next entry to the right, by position (WeightedKV section IV, algorithm 1).
+    """Drops keys and merges values into the next entry to the right, by position (WeightedKV section IV, algorithm 1).
 
     One after the other, the smallest mean score m first, the entries e that leave give their values to whichever entry
     c is then their right neighbour, which may itself be about to leave:

@@ -78,31 +78,35 @@ class RegressionMerger(Merger):
     tracker_modes = frozenset(ScoreMode)
 
     regression_window: int = Field(
-        32, ge=1, le=MAX_QUERIES, description="Newest queries whose attention output is to be kept (m)."
+        32, ge=1, le=MAX_QUERIES, description="Newest queries whose attention output is preserved (m)."
     )
     components: Literal["k", "v", "kv"] = Field("kv", description="What is fitted: keys, values, or both.")
     lambda_k: Ridge | None = Field(
-        None, description="Weight that holds keys where they were; default: 0.1 for Mistral and Qwen, else 0.01."
+        None, description="Ridge towards the previous keys; default: 0.1 for Mistral and Qwen, else 0.01."
     )
     lambda_v: Ridge | None = Field(
-        None, description="Weight that holds values where they were; default: 0.1 for Mistral and Qwen, else 0.01."
+        None, description="Ridge towards the previous values; default: 0.1 for Mistral and Qwen, else 0.01."
     )
     steps: int = Field(1, ge=1, le=32, description="Rounds of fitting values and keys in turn (S).")
     fixed_share: float = Field(
-        0.1, ge=0.0, le=1.0, description="Share of the kept entries, those attended to most, that stays unchanged."
+        0.1,
+        ge=0.0,
+        le=1.0,
+        description="Share of the kept entries, those with the most attention, that stays unchanged.",
     )
     num_fixed_sinks: int = Field(
-        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that, where kept, stay unchanged."
+        4, ge=0, le=MAX_TOKENS, description="First tokens of the sequence that stay unchanged if kept."
     )
-    fix_window: bool = Field(True, description="The tokens whose queries these are stay unchanged.")
+    fix_window: bool = Field(True, description="Keep the tokens of these queries unchanged.")
     guard: bool = Field(
-        True, description="Take no step that raises the window loss. false: every step, as the paper's algorithm 1."
+        True,
+        description="Skip steps that raise the window loss. false: take every step, as in the paper's algorithm 1.",
     )
     cg_iterations: int = Field(
-        64, ge=1, le=1024, description="Most iterations of conjugate gradients in a step for keys."
+        64, ge=1, le=1024, description="Maximum number of conjugate-gradient iterations in a key step."
     )
     cg_tolerance: float = Field(
-        1e-2, ge=1e-12, lt=1.0, description="Residual, relative to the right-hand side, at which they stop."
+        1e-2, ge=1e-12, lt=1.0, description="Relative residual at which conjugate gradients stop."
     )
 
     @classmethod

@@ -36,9 +36,7 @@ class ResidualMerger(Merger):
     source = "ZSMerge, arXiv:2503.10714"
     tracker_modes = frozenset({ScoreMode.SUM})
 
-    alpha: float = Field(
-        0.6, ge=0.0, le=1.0, description="How much of ln(fusion count) a merged entry's logit carries."
-    )
+    alpha: float = Field(0.6, ge=0.0, le=1.0, description="Factor of ln(fusion count) in a merged entry's logit.")
     residual_share: float = Field(0.125, gt=0.0, lt=1.0, description="Share of the budget for merged entries.")
 
     def num_slots(self, budget: int) -> int:

@@ -113,14 +113,15 @@ class ZipMerger(Merger):
         0.8, ge=-1.0, le=1.0, description="Cosine similarity of keys above which an evicted entry is merged."
     )
     zip_mode: ZipMode = Field(
-        "auto", description="What makes a merge lossless: scaling the key (the paper), its votes, or the safer of both."
+        "auto",
+        description="How a merge is made lossless: by scaling the key (the paper), by votes, or the safer of both.",
     )
     head_fit: HeadFit = Field(
         "mean",
-        description="What a merge fits where query heads share a KV head: their mean score, or all by least squares.",
+        description="What a merge fits if query heads share a KV head: their mean score, or all by least squares.",
     )
     merge_first: bool = Field(True, description="Merge similar entries of the prompt before evicting any.")
-    merge_passes: int = Field(1, ge=1, le=64, description="Most passes of merging before evicting.")
+    merge_passes: int = Field(1, ge=1, le=64, description="Maximum number of merging passes before evicting.")
     zip_window: int = Field(
         32, ge=1, le=MAX_QUERIES, description="Newest queries that score entries, unless the tracker log_ema does."
     )

@@ -39,7 +39,7 @@ class Critical(WindowTopK):
     needs_probabilities = True
 
     first_stage_share: float = Field(
-        0.5, ge=0.0, le=1.0, description="Share of what is left beside the window that scores alone decide."
+        0.5, ge=0.0, le=1.0, description="Share of the budget outside the window that is selected by scores alone."
     )
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:

@@ -12,7 +12,7 @@ from vllm_kvmerge.policies.selectors.ranked import RankedSelector, SinkTokens
 
 @register
 class ExpectedAttention(RankedSelector):
-    """The sinks and the entries of largest (E[A] + epsilon) ||v|| (Expected Attention).
+    """The sinks and the entries with the largest (E[A] + epsilon) ||v|| (Expected Attention).
 
         E[exp(q.k s)] = exp(mu.k s + k' Sigma k s^2 / 2)        q ~ N(mu, Sigma)
 
@@ -36,13 +36,13 @@ class ExpectedAttention(RankedSelector):
 
     num_sink_tokens: SinkTokens = 4
     statistics_window: int = Field(
-        256, ge=1, le=MAX_QUERIES, description="Newest queries whose mean and covariance stand for those to come."
+        256, ge=1, le=MAX_QUERIES, description="Newest queries whose mean and covariance predict future queries."
     )
     future_positions: int = Field(
-        512, ge=1, le=MAX_TOKENS, description="Next positions over which RoPE's turns are averaged."
+        512, ge=1, le=MAX_TOKENS, description="Next positions over which RoPE rotations are averaged."
     )
     epsilon: float = Field(
-        0.02, ge=0.0, le=1.0, description="Added to an entry's expected attention before its value's norm weighs it."
+        0.02, ge=0.0, le=1.0, description="Added to the expected attention before it is multiplied by the value's norm."
     )
 
     @property

@@ -11,7 +11,7 @@ from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector
 
 @register
 class KeyDiff(RankedSelector):
-    """Keys of small cosine similarity to the anchor, the mean of all keys' directions (KeyDiff)."""
+    """The keys least similar (cosine) to the anchor, the mean of all keys' directions (KeyDiff)."""
 
     name = "keydiff"
     source = "KeyDiff, Park et al., arXiv:2504.15364"

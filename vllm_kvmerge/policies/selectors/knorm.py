@@ -10,7 +10,7 @@ from vllm_kvmerge.policies.selectors.ranked import NewestEntries, RankedSelector
 
 @register
 class KeyNorm(RankedSelector):
-    """Keys of small L2 norm, which attract attention (Devoto et al.)."""
+    """The keys with the smallest L2 norm, which attract attention (Devoto et al.)."""
 
     name = "knorm"
     source = "L2 norm, Devoto et al., arXiv:2406.11430"

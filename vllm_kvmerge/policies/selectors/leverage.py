@@ -51,14 +51,14 @@ class Leverage(RankedSelector):
     num_sink_tokens: SinkTokens = 8
     recent_window: NewestEntries = 4
     attention_window: int = Field(
-        128, ge=1, le=MAX_QUERIES, description="Newest queries that attend in place of each chunk's own."
+        128, ge=1, le=MAX_QUERIES, description="Newest queries used in place of each chunk's own."
     )
     attention_chunk: int = Field(
-        256, ge=32, le=4096, description="Entries, in order of position, that a query's attention is spread over."
+        256, ge=32, le=4096, description="Entries, by position, over which a query's attention is normalised."
     )
-    sketch_size: int = Field(48, ge=1, le=256, description="Dimensions that keys are projected to at random.")
+    sketch_size: int = Field(48, ge=1, le=256, description="Dimensions of the random projection of keys.")
     blending: Annotated[float, Field(ge=0.0, le=100.0)] | None = Field(
-        None, description="Weight of leverage against attention's 1; default: the share of the entries that leave."
+        None, description="Weight of leverage relative to attention; default: the share of evicted entries."
     )
 
     @property

@@ -22,7 +22,7 @@ class RandomKeep(RankedSelector):
     source = "control"
     needs_scores = False
 
-    seed: int = Field(0, ge=0, lt=2**32, description="Of the random numbers.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Random seed.")
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         return uniform(self.seed, entries, context)

@@ -17,7 +17,7 @@ from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
 @register
 class RecentQueries(RankedSelector):
-    """The R newest entries and the C others of largest fused attention (MorphKV eq. 3-7, algorithm 1); budget = C + R.
+    """The R newest entries and the C others with most fused attention (MorphKV eq. 3-7, algorithm 1); budget = C + R.
 
         S_r[k] = sum over the query heads of AW_r[k]        F[k] = sum or max over the last R queries r of S_r[k]
 
@@ -43,15 +43,15 @@ class RecentQueries(RankedSelector):
     voting_queries: Annotated[int, Field(ge=1, le=MAX_QUERIES)] | None = Field(
         None, description="Newest queries that rank the others; default: recent_window."
     )
-    fusion: Fusion = Field("sum", description="How an entry's attention from several queries becomes one number.")
+    fusion: Fusion = Field("sum", description="How an entry's attention is combined over queries.")
     group_fusion: Fusion = Field(
-        "sum", description="How an entry's attention from the query heads of a KV head becomes one number."
+        "sum", description="How an entry's attention is combined over the query heads of a KV head."
     )
     softmax_over: Literal["all", "distant"] = Field(
-        "all", description="Entries that a query's probabilities add up over: all, or those before the newest."
+        "all", description="Entries over which a query's probabilities add up to 1: all, or those before the newest."
     )
     kernel_size: KernelSize = Field(
-        1, description="Odd: neighbours, in order of position, over which the score is max-pooled; 1: none."
+        1, description="Odd number of neighbours, by position, over which scores are max-pooled; 1: none."
     )
 
     @property

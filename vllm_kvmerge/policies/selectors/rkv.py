@@ -35,13 +35,13 @@ class RedundancyAware(RankedSelector):
 
     recent_window: NewestEntries = 8
     attention_share: float = Field(
-        0.1, ge=0.0, le=1.0, description="Weight of attention against redundancy, lambda of R-KV."
+        0.1, ge=0.0, le=1.0, description="Weight of attention relative to redundancy (R-KV's lambda)."
     )
     redundancy_threshold: float = Field(
-        0.5, ge=0.0, le=1.0, description="Cosine similarity above which keys repeat each other."
+        0.5, ge=0.0, le=1.0, description="Cosine similarity above which keys count as redundant."
     )
     pooling_reach: int = Field(
-        3, ge=0, le=127, description="Neighbours to each side, by position, over which attention is max-pooled."
+        3, ge=0, le=127, description="Neighbours on each side, by position, over which attention is max-pooled."
     )
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:

@@ -9,7 +9,7 @@ from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 
 @register
 class TopScores(RankedSelector):
-    """The entries of largest importance, as the tracker ranks them (KVzip)."""
+    """The entries that the tracker ranks highest (KVzip)."""
 
     name = "top_scores"
     source = "KVzip, arXiv:2505.23416"

@@ -11,7 +11,7 @@ from vllm_kvmerge.policies.registry import register
 
 @register
 class WindowTopK(Selector):
-    """The newest ``window_size`` entries, and the others of largest max-pooled score (SnapKV section 4, listing 1).
+    """The newest ``window_size`` entries, and those of highest max-pooled score (SnapKV section 4, listing 1).
 
     Pooling runs over neighbours in order of position, among the live entries before the window.
     """
@@ -23,7 +23,7 @@ class WindowTopK(Selector):
 
     window_size: int = Field(32, ge=1, le=MAX_TOKENS, description="Newest entries, always kept.")
     kernel_size: KernelSize = Field(
-        7, description="Odd: neighbours, in order of position, over which the score is max-pooled."
+        7, description="Odd number of neighbours, by position, over which scores are max-pooled."
     )
 
     @property
