@@ -1,4 +1,4 @@
-"""``vllm-kvmerge health``: asks this user's servers on this machine whether they are well, wherever they listen."""
+"""``vllm-kvmerge health``: checks the health of this user's servers on this machine, wherever they listen."""
 
 import atexit
 import http.client

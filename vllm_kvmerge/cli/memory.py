@@ -1,4 +1,4 @@
-"""The memory of a machine without GPUs: what a server may take of it, and whether that is enough."""
+"""Memory of a machine without GPUs: how much a server may use, and whether that suffices."""
 
 import argparse
 import logging

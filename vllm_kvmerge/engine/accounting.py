@@ -1,4 +1,4 @@
-"""What each request's cache has held, and what compression did to it: one account, which its answer reads."""
+"""Accounts of requests: what a request's cache has held and what compression did to it, for its response."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""Whether a request that has arrived can be compressed as it asks, and how, in numbers of tokens."""
+"""Admission of requests: whether one can be compressed as it asks, and how, in numbers of tokens."""
 
 from typing import Any
 

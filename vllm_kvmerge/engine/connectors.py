@@ -1,4 +1,4 @@
-"""KV connectors, which load and store the blocks of requests without compression alone."""
+"""KV connectors: only the blocks of uncompressed requests are loaded and stored."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Requests that the engine ends with an error, each alone, with a message for its client."""
+"""Requests that the engine ends with an error, one by one, each with a message for its client."""
 
 from collections.abc import Callable, Iterable
 from http import HTTPStatus

@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other: what a step does besides vLLM's own work, and workers' reports.
+"""Messages between scheduler and workers: a step's work besides vLLM's own, and the workers' reports.
 
 Workers know a request's front and tail from what they were told before; a message has what is new.
 """

@@ -1,4 +1,4 @@
-"""Which compressions follow a step: those that are due, parts of one that takes long, and those that end a shortage."""
+"""Compressions after a step: those that are due, parts of a long one, and those that relieve a shortage of blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count

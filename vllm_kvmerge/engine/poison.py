@@ -1,4 +1,4 @@
-"""Which blocks of the pool hold nothing that anybody may read: for ``PluginConfig.debug_poison_freed``."""
+"""Blocks of the pool that nothing may read, for ``PluginConfig.debug_poison_freed``."""
 
 from collections.abc import Iterable
 

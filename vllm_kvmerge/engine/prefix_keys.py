@@ -1,4 +1,4 @@
-"""Keys of what is kept for the first tokens of requests: compressed fronts, and scores of contexts."""
+"""Keys of data cached for a request's first tokens: compressed fronts, and scores of contexts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

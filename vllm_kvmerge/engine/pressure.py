@@ -1,4 +1,4 @@
-"""Compression under pressure (``trigger: pressure``): when the pool is short, and which requests give room."""
+"""Compression under pressure (``trigger: pressure``): when the pool is short, and which requests are compressed."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""A model as far as defaults of a request's parameters depend on it: its type, its tokenizer and its chat template."""
+"""The traits of the served model that request defaults depend on: type, tokenizer and chat template."""
 
 from collections.abc import Callable
 from functools import cached_property

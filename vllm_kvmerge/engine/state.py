@@ -1,4 +1,4 @@
-"""A compressed request as the scheduler knows it: made when the request arrives, dropped when it is freed."""
+"""The scheduler's state of a compressed request, from its arrival until it is freed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How a request asks what its KV cache holds, and under which keys the answer says it."""
+"""Keys by which a request asks for, and a response reports, the contents of its KV cache."""
 
 from dataclasses import dataclass
 

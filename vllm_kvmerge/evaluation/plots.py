@@ -1,4 +1,4 @@
-"""Plots of a run's summary, as SVG text that can stand inside an HTML page."""
+"""Plots of a run's summary, as SVG for embedding in HTML."""
 
 import re
 from collections.abc import Iterator

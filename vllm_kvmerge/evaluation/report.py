@@ -1,4 +1,4 @@
-"""The files that a run leaves for people: summary.md, plots, and report.html, which needs nothing but itself."""
+"""The reports of a run: summary.md, plots, and a self-contained report.html."""
 
 import html
 from collections.abc import Callable, Mapping

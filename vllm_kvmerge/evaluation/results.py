@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, one line of JSON per answered sample, and what a later run needs to go on."""
+"""The folder of a run: its configuration, one line of JSON per answered sample, and what resuming it needs."""
 
 import fcntl
 import hashlib

@@ -1,4 +1,4 @@
-"""Runs an evaluation: every sample of every task under every policy and budget, going on where a run stopped."""
+"""Runs an evaluation: every sample of every task under every policy and budget, resuming a stopped run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The paged cache of multi-head latent attention (MLA)."""
+"""The paged KV cache of multi-head latent attention (MLA)."""
 
 from dataclasses import dataclass
 from functools import cached_property

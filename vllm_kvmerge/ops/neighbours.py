@@ -1,4 +1,4 @@
-"""Values of entries that leave a cache one after the other, each to its right neighbour (WeightedKV algorithm 1)."""
+"""Merges of values into right neighbours, one evicted entry after the other (WeightedKV algorithm 1)."""
 
 import torch
 from torch import Tensor

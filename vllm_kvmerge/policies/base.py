@@ -1,4 +1,4 @@
-"""Base classes of the parts of a compression policy, and everything that a part is written with.
+"""Base classes of the parts of a compression policy, and everything needed to write one.
 
 A policy is a tracker, an allocator, a selector and a merger. Parts work on live entries as tensors ``[H, n, ...]``:
 ``n`` entries in each of ``H`` rows. Rows are sequence layers x KV heads (see ``Heads``) and independent of each other:

@@ -1,4 +1,4 @@
-"""Bounds of what another package's part may take: time, and memory."""
+"""Bounds on the time and memory of third-party parts."""
 
 import signal
 import threading

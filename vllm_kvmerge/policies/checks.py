@@ -1,4 +1,4 @@
-"""Checks of what parts of other packages return."""
+"""Checks of the results of third-party parts."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Choice of a policy's parts: a preset's, or in their place those that a request asks for."""
+"""Choice of a policy's parts: a preset's, or those that a request names instead."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self

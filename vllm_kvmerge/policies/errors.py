@@ -1,4 +1,4 @@
-"""Errors of a policy's parts, and the blame for them."""
+"""Errors of a policy's parts, and their attribution to a part."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Limits that requests are held to: what the server and the model allow, and memory outside the pool."""
+"""Limits of requests: what the server and the model allow, and memory outside the pool."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

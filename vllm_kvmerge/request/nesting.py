@@ -1,4 +1,4 @@
-"""Depth of JSON text: recursive parsers, such as Python's, fail on text that nests too deep."""
+"""Nesting depth of JSON text: recursive parsers, such as Python's, fail on text that nests too deeply."""
 
 import numpy as np
 

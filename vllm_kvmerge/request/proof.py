@@ -1,4 +1,4 @@
-"""What compression did for a request, as its answer says it in ``usage.kv_compression``."""
+"""The report of what compression did for a request, ``usage.kv_compression`` in its response."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The engine's outputs on their way to HTTP responses: errors of requests that it ended, what compression did for
+"""The engine's outputs as HTTP responses: errors of requests that it ended, what compression did for
 those that it answers, and reports for streams that ask with ``kvmerge_usage``."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Hidden states that attention layers read, which attention itself does not see: their norms, and predicted scores."""
+"""Hooks that give attention its layers' input hidden states: their norms, and predicted scores."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Numbers that come from a GPU without being waited for."""
+"""Numbers copied from a GPU without waiting for it."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What compactions find out before they write: budgets of heads that follow data, and the pages that these come to."""
+"""Head budgets that depend on data, and the pages they need, determined before a compaction writes."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A compression as a worker carries it out: what is known of it before, while it is under way, and after."""
+"""A worker's state of one compression: before, during and after it."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Complete KV caches of requests, outside the pool, from which their fronts are made anew (KeepKV section 1)."""
+"""Complete KV caches of requests, outside the pool, from which their fronts are rebuilt (KeepKV section 1)."""
 
 import os
 import tempfile

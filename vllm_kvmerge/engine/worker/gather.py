@@ -1,4 +1,4 @@
-"""What compactions read: entries of some layers of some requests, and what policies know beside them."""
+"""Inputs of compactions: entries of some layers of some requests, and the context that policies get with them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The model's rotary position embedding, for policies that turn keys and queries back."""
+"""The model's rotary position embedding, for policies that undo it on keys and queries."""
 
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding

@@ -1,4 +1,4 @@
-"""How long compactions take, without waiting for a GPU."""
+"""Durations of compactions, measured without waiting for a GPU."""
 
 import time
 from dataclasses import dataclass

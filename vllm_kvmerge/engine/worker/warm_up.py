@@ -1,4 +1,4 @@
-"""Launches of every kernel that serving may need, before it begins: none is to be compiled while requests wait."""
+"""Warm-up: launches every kernel that serving may need, so that none is compiled while requests wait."""
 
 import math
 from collections.abc import Iterable, Sequence

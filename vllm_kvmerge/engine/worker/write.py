@@ -1,4 +1,4 @@
-"""What compactions write to the cache: entries that move, rows that have changed, metadata, and counts of all that."""
+"""Writes of compactions to the cache: moved entries, changed rows and metadata, with counts of each."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""Questions that the demo model learnt to answer, about made-up facts, lists and text that are drawn afresh."""
+"""Questions that the demo model was trained to answer, about randomly generated facts, lists and text."""
 
 from typing import Annotated, Any, Literal
 

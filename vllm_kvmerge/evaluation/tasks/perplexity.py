@@ -1,4 +1,4 @@
-"""Perplexity of long texts whose tokens are read one by one, in a cache that may be limited."""
+"""Perplexity of long texts, read token by token with a cache that may be limited."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The blocks that calls of CUDA's operators are cut into: a function of shapes alone, so that captured graphs hold."""
+"""Launch grids of the CUDA operators: a function of shapes only, so that captured graphs stay valid."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""Kernels that Triton compiles once, whatever changes from one launch to the next."""
+"""Kernels that Triton compiles once, whatever their arguments."""
 
 import inspect
 from collections.abc import Callable

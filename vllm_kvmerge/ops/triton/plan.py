@@ -1,4 +1,4 @@
-"""Division of attention into programs: a function of shapes alone, so that captured graphs hold for any batch."""
+"""Division of attention into programs: a function of shapes only, so that captured graphs stay valid for any batch."""
 
 from dataclasses import dataclass
 from functools import cache

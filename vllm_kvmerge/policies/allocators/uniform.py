@@ -1,4 +1,4 @@
-"""The same budget for every layer and head, the first layers perhaps excepted."""
+"""The same budget for every layer and head, optionally except the first layers."""
 
 from pydantic import Field
 

@@ -1,4 +1,4 @@
-"""Merger that takes evicted entries in where they are more similar than usual (D2O)."""
+"""Merger that merges evicted entries that are more similar than usual (D2O)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Merger that evicts."""
+"""Merger that drops evicted entries."""
 
 from torch import Tensor
 

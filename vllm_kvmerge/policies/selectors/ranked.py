@@ -1,4 +1,4 @@
-"""Base of selectors that keep the newest entries and, of the others, those of largest ranking."""
+"""Base of selectors that keep the newest entries and, of the others, those ranked highest."""
 
 from abc import abstractmethod
 from typing import Annotated
