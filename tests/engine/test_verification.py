@@ -22,7 +22,7 @@ def answered(engine, params: SamplingParams, prompt: list[int] = PROMPT, key: st
 
 
 def ask(engine, answer: list[int], key: str = "key", max_tokens: int = 4096, seconds: float = 60.0):
-    asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": max_tokens}
+    asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": max_tokens, "is_last": False}
     return engine.scheduler.verify(json.dumps(asked))
 
 
@@ -179,6 +179,14 @@ def test_what_is_skipped(engine):
         engine.tokens([PROMPT[:20]], greedy(max_tokens=2))
         assert json.loads(future.result(0)) == {"skipped": "no_room"}
     engine.assert_empty()
+
+
+def test_only_so_many_prompts_are_remembered(engine, monkeypatch):
+    """Those whose clients have left, and never asked."""
+    monkeypatch.setattr("vllm_kvmerge.engine.verification.MAX_KNOWN_TOKENS", 700)
+    answers = {key: answered(engine, greedy(max_tokens=2), key=key) for key in "abc"}
+    assert step_until(engine, ask(engine, answers["a"], "a")) == {"skipped": "unknown"}
+    assert len(step_until(engine, ask(engine, answers["b"], "b"))["agrees"]) == 2
 
 
 @pytest.mark.parametrize(

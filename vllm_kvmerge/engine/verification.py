@@ -5,7 +5,7 @@ A server asks for it when it has an answer (``Verifications.ask``), by the key t
 
 import json
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 VERIFY_KEY = "kvmerge_verify"
 """Key in ``SamplingParams.extra_args``: the name under which a server asks for the request's verification."""
 
-MAX_KNOWN = 4096
-"""Requests that a server may still ask for."""
+MAX_KNOWN_TOKENS = 1 << 22
+"""Tokens of the prompts that are remembered; the oldest are forgotten, whose clients have left."""
 
 
 def obstacle(config: "VllmConfig", params: "SamplingParams") -> str | None:
@@ -85,7 +85,8 @@ class Verifications:
         free_blocks: Callable[[VerifyingRequest], tuple[int, bool]],
     ) -> None:
         self._hash_block_size, self._queue, self._end, self._free_blocks = hash_block_size, queue, end, free_blocks
-        self._known: OrderedDict[str, Request] = OrderedDict()
+        self._known: dict[str, Request] = {}
+        self._known_tokens = 0
         self._held: deque[_Asked] = deque()
         self._at_work: dict[str, tuple[VerifyingRequest, _Asked]] = {}
         self._count = 0
@@ -100,16 +101,23 @@ class Verifications:
 
     def note(self, request: Request, key: str) -> None:
         """Notes a request whose answer a server may have verified under this name."""
+        # Of a prompt's several sequences, any one will do.
+        self._known_tokens += 0 if key in self._known else request.num_prompt_tokens
         self._known[key] = request
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        while self._known_tokens > MAX_KNOWN_TOKENS and len(self._known) > 1:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, key: str) -> None:
+        self._known_tokens -= self._known.pop(key).num_prompt_tokens
 
     def ask(self, text: str) -> Future[str]:
         """Has an answer verified. text: JSON of ``key``, ``answer`` (token ids), ``seconds``, after which it is given
-        up, and ``max_tokens``, the most to compute for it. Returns JSON of ``skipped``, a reason, or of ``log_probs``
-        and ``agrees`` by token, and ``tokens``, how many were computed."""
+        up, ``max_tokens``, the most to compute for it, and ``is_last``, if nothing more is asked for the key. Returns
+        JSON of ``skipped``, a reason, or of ``log_probs`` and ``agrees`` by token, and ``tokens``, how many were computed."""
         asked, result = json.loads(text), Future[str]()
         request = self._known.get(asked["key"])
+        if request is not None and asked["is_last"]:
+            self._forget(asked["key"])
         one = _Asked(request, asked["answer"], time.monotonic() + asked["seconds"], result)  # type: ignore[arg-type]
         if request is None or request.prompt_token_ids is None or not asked["answer"]:
             one.end(skipped="unknown")
@@ -120,9 +128,6 @@ class Verifications:
             return result
         self._held.append(one)
         return result
-
-    def forget(self, key: str) -> None:
-        self._known.pop(key, None)
 
     def _internal(self, one: _Asked) -> VerifyingRequest:
         self._count += 1

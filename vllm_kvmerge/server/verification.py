@@ -50,9 +50,10 @@ class Verifier:
         share = self._config.verify_share
         return share > 0.0 and zlib.crc32(request_id.encode()) < share * 2**32
 
-    async def ask(self, key: str, answer: list[int]) -> dict[str, Any]:
+    async def ask(self, key: str, answer: list[int], is_last: bool) -> dict[str, Any]:
         seconds = self._config.verify_seconds
-        asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": self._config.verify_max_tokens}
+        most = self._config.verify_max_tokens
+        asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": most, "is_last": is_last}
         call = self._engine_client.engine_core.call_utility_async("kvmerge_verify", json.dumps(asked))  # type: ignore[attr-defined]
         try:
             found: dict[str, Any] = json.loads(await asyncio.wait_for(call, seconds))
@@ -102,7 +103,9 @@ class Verification:
 
     async def end(self) -> Verified:
         """The result, once the engine has it, and whether the answer must be made again."""
-        verified = Verified.of_all([await self._verified(one) for one in self._sequences.values()])
+        *others, last = self._sequences.values()
+        parts = [await self._verified(one, is_last=False) for one in others]
+        verified = Verified.of_all([*parts, await self._verified(last, is_last=True)])
         floor = None if self._spec is None else self._spec.min_agreement
         if floor is not None and verified.agreeing is not None and verified.agreeing < floor:
             verified = verified.model_copy(update={"fallback": True})
@@ -119,10 +122,10 @@ class Verification:
             params.logprobs = None
         return params
 
-    async def _verified(self, sequence: _Sequence) -> Verified:
+    async def _verified(self, sequence: _Sequence, is_last: bool) -> Verified:
         found: dict[str, Any] = {"skipped": "unsupported"}
         if self._is_able:
-            found = await self._verifier.ask(self._key, sequence.tokens)
+            found = await self._verifier.ask(self._key, sequence.tokens, is_last)
         skipped: str | None = found.get("skipped")
         agrees: list[bool] = found.get("agrees", [])
         count, is_sampled = len(agrees), self._params.temperature > 0.0
