@@ -113,7 +113,8 @@ class Verifications:
     def ask(self, text: str) -> Future[str]:
         """Has an answer verified. text: JSON of ``key``, ``answer`` (token ids), ``seconds``, after which it is given
         up, ``max_tokens``, the most to compute for it, and ``is_last``, if nothing more is asked for the key. Returns
-        JSON of ``skipped``, a reason, or of ``log_probs`` and ``agrees`` by token, and ``tokens``, how many were computed."""
+        JSON of ``skipped``, a reason, or of ``log_probs`` and ``agrees`` by token, and ``tokens``, how many were
+        computed."""
         asked, result = json.loads(text), Future[str]()
         request = self._known.get(asked["key"])
         if request is not None and asked["is_last"]:
