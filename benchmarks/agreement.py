@@ -7,6 +7,7 @@ policies and budgets as their scores do?
 """
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,17 @@ from vllm_kvmerge.evaluation.tasks.base import Completion
 
 CONFIG = Path(__file__).parents[1] / "configs/eval/agreement.yaml"
 RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Pair:
+    """score, agreeing, change: by prompt; the last two as in ``Verified``."""
+
+    policy: str
+    budget: float | int | None
+    score: list[float]
+    agreeing: list[float]
+    change: list[float]
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
@@ -37,7 +49,7 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--samples", type=int, help="of each task; default: the configuration's")
-    parser.add_argument("--output", type=Path, default=Path("build/agreement"))
+    parser.add_argument("--output", type=Path, default=Path("build/agreement.json"))
     arguments = parser.parse_args()
     config = read_config(arguments.config, {"samples": arguments.samples} if arguments.samples else {})
     backend = EndpointBackend(None, EndpointOptions(url=arguments.url, timeout=1800.0))
@@ -69,10 +81,8 @@ def main() -> None:
         said[name] = [f"{correlation(scores, values):.2f}", f"{low:.2f} to {high:.2f}"]
     print_table("Rank correlation with the score", ["over pairs", "95%, bootstrap over prompts"], said, "of")
     results = [
-        {"policy": policy.label, "budget": budget, "score": score, "agreeing": agrees, "change": changes}
-        for (policy, budget), score, agrees, changes in zip(
-            pairs, scores.tolist(), agreeing.tolist(), change.tolist(), strict=True
-        )
+        Pair(policy.label, budget, *(values[i].tolist() for values in found))
+        for i, (policy, budget) in enumerate(pairs)
     ]
     save(arguments.output, config.identity(), results)
 
