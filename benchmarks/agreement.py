@@ -7,6 +7,7 @@ policies and budgets as their scores do?
 """
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,15 +53,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/agreement.json"))
     arguments = parser.parse_args()
     config = read_config(arguments.config, {"samples": arguments.samples} if arguments.samples else {})
-    backend = EndpointBackend(None, EndpointOptions(url=arguments.url, timeout=1800.0))
+    backend = EndpointBackend(None, EndpointOptions(url=arguments.url, timeout=1800.0, concurrency=32))
     prompts = [(entry, prompt) for entry in config.tasks for prompt in draw_prompts(config, entry, backend.tokenizer)]
     pairs = [(policy, budget) for policy in config.policies for budget in config.budgets_of(policy)]
     found = np.zeros((3, len(pairs), len(prompts)))
+    pool = ThreadPoolExecutor(len(pairs))
     for place, (entry, prompt) in enumerate(prompts):
-        for index, (policy, budget) in enumerate(pairs):
-            field = policy.compression(budget, prompt.context_tokens) | {"verify": True}
-            body = {"prompt": prompt.token_ids, "max_tokens": prompt.sample.max_tokens, "temperature": 0}
-            answer = backend.post("/v1/completions", body | {"kv_compression": field})
+        body = {"prompt": prompt.token_ids, "max_tokens": prompt.sample.max_tokens, "temperature": 0}
+        fields = [policy.compression(budget, prompt.context_tokens) | {"verify": True} for policy, budget in pairs]
+        bodies = [body | {"kv_compression": field} for field in fields]
+        for index, answer in enumerate(pool.map(lambda body: backend.post("/v1/completions", body), bodies)):
             verified = answer["usage"]["kv_compression"]["verified"]
             if verified["skipped"] is not None:
                 raise SystemExit(f"not verified: {verified['skipped']}")
