@@ -41,11 +41,11 @@ DECIDING = 0.25
 RUNS = {
     "real-known": "",
     "real-later": "",
+    "real-screen": "## The screen\n\nEvery selection on 6 prompts of each task, which decides (by the rule in "
+    "[its configuration](../configs/eval/real-screen.yaml)) which policies are measured more closely.",
     "real-held-out": "## Held out\n\nTasks that took no part in any choice. Where the question is known, their "
     "order is another than the screen's: six prompts of five tasks do not settle it. Questions about documents do not "
     "count, since the full cache answers a quarter of them.",
-    "real-screen": "## The screen\n\nEvery selection on 6 prompts of each task, which decides (by the rule in "
-    "[its configuration](../configs/eval/real-screen.yaml)) which policies are measured more closely.",
 }
 """Runs that the page shows, and what it says of them."""
 PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
