@@ -208,6 +208,27 @@ def test_layers_and_batches_need_no_kernels_of_their_own_to_keep_queries(gpu):
     assert len(found) == 3 and len({launch.key for launch in found}) == 1
 
 
+@pytest.mark.parametrize("num_queries", [1, 40])
+def test_batches_and_compactions_need_no_kernels_of_their_own(num_queries, gpu):
+    """Wherever rows begin among others, and however many entries there are: also one, and multiples of 16."""
+    pages, query = CacheMaker(0, 2, 64, 16, torch.bfloat16).pages, torch.zeros(80, 8, 64, dtype=torch.bfloat16)
+    table, numbers, decays = torch.zeros(20, 9, dtype=torch.int32), torch.ones(20, dtype=torch.int32), torch.ones(20)
+    with launches() as found:
+        for first, count, blocks in ((0, 1, 1), (1, 2, 7), (5, 2, 9)):
+            rows = slice(first, first + count)
+            batch = AttentionBatch(table[rows, :blocks], *[numbers[rows]] * 6, decays[rows], num_queries)
+            triton.paged_attention(query, pages, batch, 0.1, query)
+        for count, layers in ((1, 1), (16, 2), (37, 3)):
+            many = torch.tensor([0] * layers), torch.zeros(layers, count, dtype=torch.int32)
+            located = SequenceLayers((pages,) * layers, *many, torch.tensor([[0, 0, 16 * count]] * layers))
+            index = torch.zeros(2 * layers, count, dtype=torch.int64)
+            triton.gather_rows(located, "keys", index, Changes(index, index, None, None))
+            triton.most_similar(located, index, index, index.bool())
+            triton.write_rows(located, located.blocks, index, torch.zeros(*index.shape, 64), None)
+    kernels = [launch.kernel.__name__ for launch in {launch.key: launch for launch in found}.values()]
+    assert len(kernels) == len({*kernels}) >= 6, kernels
+
+
 @pytest.mark.parametrize("name", ["triton", "cuda"])
 def test_a_workspace_that_was_reserved_does_not_grow(name, gpu, request, monkeypatch):
     """For as many blocks as there could be: captured batches take nothing more."""

@@ -35,22 +35,31 @@ class Launch:
     @property
     def is_paged(self) -> bool:
         """Whether some fronts are in pages of heads' own."""
-        return any(self.arguments.get(name) is not None for name in ("page_tables", "pages", "to_pages"))
+        given = *self.arguments.items(), *getattr(self.arguments.get("located"), "_asdict", dict)().items()
+        return any(name in ("page_tables", "pages", "to_pages") and table is not None for name, table in given)
 
     @property
-    def source(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+    def source(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
         """(signature, constants, attributes), specialised as Triton does: None, ones, and multiples of 16."""
-        signature, constants, attributes = {}, {}, {}
+        signature: dict[str, Any] = {}
+        constants, attributes = {}, {}
+
+        def add(path: tuple[int, ...], value: Any, kind: Any, attribute: Any) -> None:
+            if isinstance(kind, tuple):
+                for place, parts in enumerate(zip(value, kind, attribute, strict=True)):
+                    add((*path, place), *parts)
+            elif kind == "constexpr":
+                constants[path] = value
+            elif attribute:
+                attributes[path] = BaseBackend.parse_attr(attribute)
+
         for place, param in enumerate(self.kernel.params):
-            value, kind, attribute = self.arguments[param.name], "constexpr", None
+            value, found = self.arguments[param.name], ("constexpr", None)
             if not param.is_constexpr:
                 rules = False, not param.do_not_specialize, not param.do_not_specialize_on_alignment
-                kind, attribute = native_specialize_impl(BaseBackend, value, *rules)
-            signature[param.name] = kind
-            if kind == "constexpr":
-                constants[param.name] = value
-            elif attribute:
-                attributes[(place,)] = BaseBackend.parse_attr(attribute)
+                found = native_specialize_impl(BaseBackend, value, *rules)
+            signature[param.name] = found[0]
+            add((place,), value, *found)
         return signature, constants, attributes
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm_kvmerge.ops.pieces import Lists
 from vllm_kvmerge.ops.triton import attention_kernels
 from vllm_kvmerge.ops.triton.backend import layer_addresses, product_type, rounded
+from vllm_kvmerge.ops.triton.descriptors import Cache, Rows, Tokens
 from vllm_kvmerge.ops.triton.plan import AttentionPlan, power_of_two, settings_for, shares
 from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, Softmax
 from vllm_kvmerge.ops.workspace import Workspace, workspace_of
@@ -30,6 +31,19 @@ def _check(query: Tensor, cache: PagedKVCache) -> None:
         raise ValueError("query and output must be contiguous in their last dimension")
 
 
+def _tokens(tensor: Tensor) -> Tokens:
+    return Tokens(tensor, *tensor.stride()[:2])
+
+
+def _planes(cache: PagedKVCache) -> Cache:
+    """Those of a cache, as kernels take them, made once."""
+    found: Cache | None = cache.__dict__.get("_kernel_planes")
+    if found is None:
+        planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
+        found = cache.__dict__["_kernel_planes"] = Cache(*planes, *cache.strides)
+    return found
+
+
 @dataclass(frozen=True)
 class _Call:
     """The launches of one call of attention, and their common arguments."""
@@ -45,16 +59,16 @@ class _Call:
     chunked: bool = False
 
     @cached_property
-    def rows(self) -> tuple[Tensor, ...]:
-        return tuple(tensor.contiguous() for tensor in self.batch.tensors)
+    def rows(self) -> Rows:
+        table, *numbers = (tensor.contiguous() for tensor in self.batch.tensors)
+        tables, pages = self.batch.tables, (None, None, 0)
+        if tables is not None:
+            pages = tables.addresses.contiguous(), layer_addresses(tables.layers), tables.layer
+        return Rows._make((table, *numbers, *pages, table.stride(0)))
 
     @cached_property
-    def pages(self) -> tuple[Tensor | None, Tensor | None, int]:
-        """Addresses of the rows' tables, those of the layers' planes, and the number of the layer."""
-        tables = self.batch.tables
-        if tables is None:
-            return None, None, 0
-        return tables.addresses.contiguous(), layer_addresses(tables.layers), tables.layer
+    def given(self) -> tuple[Tokens, Cache]:
+        return _tokens(self.query), _planes(self.cache)
 
     @property
     def groups(self) -> int:
@@ -106,12 +120,11 @@ class _Call:
         """Launches ``attend`` and returns the log-sum-exp of its pieces, its only result without ``values``."""
         cache, plan = self.cache, self.plan
         buffers = {name: self.work.take(name, size) for name, size in plan.sizes.items()}
-        lse, rows = buffers["lse"], self.rows
-        planes = cache.keys, cache.values, cache.log_votes, cache.scores, cache.aux
+        lse = buffers["lse"]
         attention_kernels.attend[(plan.num_pieces * cache.num_kv_heads,)](
-            self.query, *planes, output, *rows, *self.pages, *self.pieces[:2], self.softmax.sinks,
+            *self.given, _tokens(output), *self.rows, *self.pieces[:2], self.softmax.sinks,
             buffers.get("partial", lse), lse, buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles,
-            plan.kept, *self.query.stride()[:2], *output.stride()[:2], rows[0].stride(0), *cache.strides,
+            plan.kept,
             VALUES=values, KEEP=plan.kept > 0, BLOCK_N=plan.settings.block_n, **self.piece_constants,
             **plan.settings.launch,
         )  # fmt: skip
@@ -119,7 +132,7 @@ class _Call:
 
     def finish(self, output: Tensor, lse: Tensor) -> None:
         """Launches ``finish`` if tiles may have several pieces or logits are kept."""
-        cache, plan, rows = self.cache, self.plan, self.rows
+        cache, plan = self.cache, self.plan
         chosen = settings_for("finish", cache, self.groups)
         rows_combined = plan.kept or plan.block_m // self.groups * self.groups
         num_combined = plan.split_tiles * rows_combined
@@ -127,10 +140,9 @@ class _Call:
         if programs == 0:
             return
         attention_kernels.finish[(programs * cache.num_kv_heads,)](
-            self.query, cache.keys, cache.log_votes, cache.scores, cache.aux, output, *rows, *self.pages, *self.pieces,
-            self.work.take("partial", 1), lse, self.work.take("kept", 1), self.logit_scale, plan.tiles,
-            plan.kept, num_combined, rows_combined, *self.query.stride()[:2], *output.stride()[:2],
-            rows[0].stride(0), *cache.keys.stride(), *cache.log_votes.stride()[:2],
+            *self.given, _tokens(output), *self.rows, *self.pieces,
+            self.work.take("partial", 1), lse, self.work.take("kept", 1), self.logit_scale, plan.tiles, plan.kept,
+            num_combined, rows_combined,
             KEEP=plan.kept > 0, BLOCK_N=plan.settings.block_n, BLOCK_S=PIECES_AT_ONCE, BLOCK_U=chosen.block_n,
             **self.piece_constants, **chosen.launch,
         )  # fmt: skip
@@ -140,18 +152,16 @@ class _Call:
     ) -> None:
         """Launches ``update_columns``. scores, aux: planes of the cache (``in_cache``), or ``[H, entries]``. lse: what
         ``attend`` returned; None where no row needs it. parts: of each tile in ``lse``, if not as ``divide`` has it."""
-        cache, plan, rows = self.cache, self.plan, self.rows
+        cache, plan = self.cache, self.plan
         if parts is None:
-            parts = rows[1] if lse is None else self.pieces[1]
+            parts = self.rows.query_starts if lse is None else self.pieces[1]
         lse = self.work.take("lse", 1) if lse is None else lse
         chosen = settings_for("columns", cache, self.groups)
         most = len(self.batch) * -(-self.max_entries // chosen.block_n)
         programs = shares(chosen.programs, cache.num_kv_heads, most, cache)
         attention_kernels.update_columns[(programs, cache.num_kv_heads)](
-            self.query, cache.keys, cache.log_votes, scores, aux, *rows, *self.pages, parts, lse,
-            self.logit_scale, len(self.batch), plan.tiles, *self.query.stride()[:2], rows[0].stride(0),
-            *cache.keys.stride(), *cache.log_votes.stride()[:2],
-            *(scores.stride()[:2] if in_cache else (0, scores.stride(0))),
+            *self.given, scores, aux, *self.rows, parts, lse, self.logit_scale,
+            len(self.batch), plan.tiles, *(scores.stride()[:2] if in_cache else (0, scores.stride(0))),
             IN_CACHE=in_cache, BLOCK_N=chosen.block_n, BLOCK_S=COLUMN_PIECES, LSE_BLOCK_N=plan.settings.block_n,
             **self.constants, **chosen.launch,
         )  # fmt: skip
@@ -265,16 +275,14 @@ def score_repetition(
     block_m = power_of_two(max(16, groups, rows.block_m))
     blocks, weights = blocks.int().contiguous(), None if weights is None else weights.contiguous()
     lse = torch.empty(num_queries, num_heads, device=query.device)
-    strides = *query.stride()[:2], *cache.keys.stride()
+    given = _tokens(query), _planes(cache), blocks
     scale = scale * LOG2E * cache.key_scale
     attention_kernels.normalize_repetition[(-(-num_queries // (block_m // groups)), cache.num_kv_heads)](
-        query, cache.keys, blocks, weights, softmax.sinks, lse, scale, num_queries, seq_len, context, start,
-        min(sinks, start), num_scored, *strides,
+        *given, weights, softmax.sinks, lse, scale, num_queries, seq_len, context, start, min(sinks, start), num_scored,
         BLOCK_M=block_m, BLOCK_N=rows.block_n, **constants, **rows.launch,
     )  # fmt: skip
     attention_kernels.raise_scores[(-(-num_scored // columns.block_n), num_rows)](
-        query, cache.keys, blocks, lse, scores, scale, num_queries, num_heads, start, num_scored, *strides,
-        scores.stride(0),
+        *given, lse, scores, scale, num_queries, num_heads, start, num_scored, scores.stride(0),
         PER_SCORE=num_heads // num_rows, BLOCK_M=block_m, BLOCK_N=columns.block_n, **constants, **columns.launch,
     )  # fmt: skip
 
@@ -290,8 +298,7 @@ def write_tokens(cache: PagedKVCache, slot_mapping: Tensor, key: Tensor, value: 
     )
     chosen = settings_for("write", cache)
     attention_kernels.write[(len(slot_mapping), -(-cache.num_kv_heads // chosen.block_n))](
-        slot_mapping, key, value, cache.keys, cache.values, *scales, cache.num_kv_heads, slot_mapping.stride(0),
-        *key.stride()[:2], *value.stride()[:2], *cache.keys.stride(), *cache.values.stride()[:3],
+        slot_mapping, _tokens(key), _tokens(value), _planes(cache), *scales, cache.num_kv_heads, slot_mapping.stride(0),
         HEAD_SIZE=cache.head_size, BLOCK_SIZE=cache.block_size, BLOCK_H=chosen.block_n,
         BLOCK_D=power_of_two(cache.head_size), LIMIT=torch.finfo(dtype).max if cache.is_quantised else 0.0,
         **chosen.launch,

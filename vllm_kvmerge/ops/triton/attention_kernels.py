@@ -6,14 +6,15 @@ A program's tile has ``BLOCK_M`` rows, the G query heads of a KV head for ``BLOC
 A tile's entries are cut into pieces, more for longer sequences. ``divide`` lists them: ``pieces`` has each one's tile,
 ``parts`` the first piece of each tile and how many it has, and ``order`` the tiles, longest first, as pieces are.
 
-Rows may have fronts in pages (``PageTables``): ``page_tables``, None where no row has, are the addresses of their
-tables. LAYERS: number of layers that the pages are of; 0: no row has any, and nothing below costs anything. Entries in
-pages, the first ones of a row, have loops of their own, which are empty for other rows.
+Rows may have fronts in pages (``PageTables``). LAYERS: number of layers that the pages are of; 0: no row has any, and
+nothing below costs anything. Entries in pages, the first ones of a row, have loops of their own, which are empty for
+other rows.
 """
 
 import triton
 import triton.language as tl
 
+from vllm_kvmerge.ops.triton.descriptors import Entry, Lengths, Row, Rows, Tiling
 from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, SCORES, list_of, page_of, place_of, plane_of
 from vllm_kvmerge.ops.triton.places import VALUES as V_PLANE
 from vllm_kvmerge.ops.types import ScoreMode
@@ -39,50 +40,76 @@ VARYING = [
 
 
 @triton.jit
-def front_of(fronts, page_tables, row, layer, head, num_heads, LAYERS: tl.constexpr):
-    """(entries of a row's front, those of them that lie in pages, pointer to the ids of these); all of them or none."""
-    front = tl.load(fronts + row).to(tl.int32)
+def row_of(rows, number, head, num_heads, LAYERS: tl.constexpr):
+    """``Row``, of a KV head."""
+    front = tl.load(rows.fronts + number).to(tl.int32)
     if LAYERS > 0:
-        address = tl.load(page_tables + row)
+        address = tl.load(rows.page_tables + number)
         has_pages = address != 0
-        num_paged, _, ids = list_of(address.to(tl.pointer_type(tl.int32)), layer * num_heads + head, has_pages)
-        return tl.where(has_pages, num_paged, front), num_paged, ids
+        table = address.to(tl.pointer_type(tl.int32))
+        num_paged, _, ids = list_of(table, rows.layer * num_heads + head, has_pages)
+        front = tl.where(has_pages, num_paged, front)
     else:
-        return front, 0, fronts
+        num_paged, ids = 0, rows.fronts
+    tail = tl.load(rows.tails + number).to(tl.int32)
+    num_queries = tl.load(rows.query_lens + number).to(tl.int32)
+    num_entries = front + tl.load(rows.seq_lens + number).to(tl.int32) - tail
+    first_token = tl.load(rows.query_starts + number).to(tl.int64)
+    table = rows.block_table + tl.cast(number, tl.int64) * rows.stride_table
+    old = num_entries - num_queries
+    return Row(
+        number, front, tail, num_queries, num_entries, old, first_token, table, num_paged, ids, rows.layer, head,
+        num_heads,
+    )  # fmt: skip
 
 
 @triton.jit
-def part_of(first, end, num_paged, paged: tl.constexpr, LAYERS: tl.constexpr):
+def part_of(first, end, row, paged: tl.constexpr, LAYERS: tl.constexpr):
     """The part of ``[first, end)`` that lies in pages (``paged``), or elsewhere."""
     if paged:
-        return first, tl.minimum(end, num_paged)
+        return first, tl.minimum(end, row.num_paged)
     elif LAYERS > 0:
-        return tl.maximum(first, num_paged), end
+        return tl.maximum(first, row.num_paged), end
     else:
         return first, end
 
 
 @triton.jit
-def find(
-    entry, live, front, tail, table, ids, layer, head, num_heads,
-    paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, LAYERS: tl.constexpr,
-):  # fmt: skip
-    """(layers, block ids int64, KV heads, offsets) of entries in pages (``paged``), or elsewhere."""
+def find(entry, live, row, paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, LAYERS: tl.constexpr):
+    """``Entry`` of entries in pages (``paged``), or elsewhere."""
     if paged:
-        of_layer, block, of_head = page_of(ids, entry // BLOCK_SIZE, live, num_heads, LAYERS)
-        return of_layer, block, of_head, entry % BLOCK_SIZE
+        of_layer, block, of_head = page_of(row.ids, entry // BLOCK_SIZE, live, row.num_heads, LAYERS)
+        return Entry(of_layer, block, of_head, entry % BLOCK_SIZE)
     else:
-        block, offset = place_of(entry, live, front, tail, table, BLOCK_SIZE)
-        return layer, block, head, offset
+        block, offset = place_of(entry, live, row.front, row.tail, row.table, BLOCK_SIZE)
+        return Entry(row.layer, block, row.head, offset)
 
 
 @triton.jit
-def plane_in(plane, addresses, layer, PLANE: tl.constexpr, paged: tl.constexpr):
+def plane_in(plane, rows, at, PLANE: tl.constexpr, paged: tl.constexpr):
     """``plane``, or (``paged``) those like it of other layers."""
     if paged:
-        return plane_of(addresses, layer, PLANE, plane.dtype.element_ty)
+        return plane_of(rows.addresses, at.layer, PLANE, plane.dtype.element_ty)
     else:
         return plane
+
+
+@triton.jit
+def number_at(cache, at):
+    """Where entries' metadata lie in their planes."""
+    return at.block * cache.m_block + at.head * cache.m_head + at.offset
+
+
+@triton.jit
+def keys_at(
+    cache, rows, at, live, paged: tl.constexpr, HEAD_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """``[BLOCK_D, n]``: keys of entries."""
+    dims = tl.arange(0, BLOCK_D)
+    slot = at.block * cache.k_block + at.head * cache.k_head + at.offset * cache.k_slot
+    first = (plane_in(cache.k, rows, at, KEYS, paged) + slot)[None, :]
+    mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
+    return tl.load(first + (dims * cache.k_dim)[:, None], mask=mask, other=0.0).to(COMPUTE)
 
 
 @triton.jit
@@ -93,21 +120,28 @@ def piece_size(num_entries, num_pieces, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def lengths(tile, num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails, window, chunked):
-    """Entries that tiles of ``queries`` queries read, 0 where they have no query. Of a front in pages: as ``fronts``
-    has it, whatever each head holds."""
-    exists = tile < num_tiles
-    row = tile // tiles_per_row
-    first_query = (tile % tiles_per_row) * queries
-    num_queries = tl.load(query_lens + row, mask=exists, other=0).to(tl.int32)
-    num_entries = tl.load(fronts + row, mask=exists, other=0).to(tl.int32)
-    num_entries += tl.load(seq_lens + row, mask=exists, other=0).to(tl.int32)
-    num_entries -= tl.load(tails + row, mask=exists, other=0).to(tl.int32)
+def entries_of(rows, number, exists):
+    """Entries that rows have, 0 where none exists. Of a front in pages: as ``fronts`` has it, whatever each head
+    holds."""
+    num_entries = tl.load(rows.fronts + number, mask=exists, other=0).to(tl.int32)
+    num_entries += tl.load(rows.seq_lens + number, mask=exists, other=0).to(tl.int32)
+    return num_entries - tl.load(rows.tails + number, mask=exists, other=0).to(tl.int32)
+
+
+@triton.jit
+def lengths(tile, rows, tiling):
+    """Entries (``entries_of``) that tiles read, 0 where they have no query."""
+    exists = tile < tiling.num_tiles
+    row = tile // tiling.tiles_per_row
+    first_query = (tile % tiling.tiles_per_row) * tiling.queries
+    num_queries = tl.load(rows.query_lens + row, mask=exists, other=0).to(tl.int32)
+    num_entries = entries_of(rows, row, exists)
     old = num_entries - num_queries
-    seen = tl.minimum(num_entries, old + first_query + queries)
+    seen = tl.minimum(num_entries, old + first_query + tiling.queries)
     query_entry = old + first_query
-    in_window = tl.where(chunked != 0, query_entry // tl.maximum(window, 1) * window, query_entry - window + 1)
-    skipped = tl.where(window > 0, tl.maximum(in_window, 0), 0)
+    chunk = query_entry // tl.maximum(tiling.window, 1) * tiling.window
+    in_window = tl.where(tiling.chunked != 0, chunk, query_entry - tiling.window + 1)
+    skipped = tl.where(tiling.window > 0, tl.maximum(in_window, 0), 0)
     return tl.where(first_query < num_queries, seen - skipped, 0)
 
 
@@ -131,14 +165,13 @@ def divide(
     each piece of a tile longer than the share, and the others for the rest together. It is a multiple of ``block_n``,
     as ``least`` is, its lower bound.
     """
+    rows = Lengths(query_lens, seq_lens, fronts, tails)
+    tiling = Tiling(num_tiles, tiles_per_row, queries, window, chunked)
     tile = tl.program_id(0)
     longest = 0
     total = 0.0
     for start in range(0, num_tiles, BLOCK):
-        found = lengths(
-            start + tl.arange(0, BLOCK), num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails, window,
-            chunked,
-        )  # fmt: skip
+        found = lengths(start + tl.arange(0, BLOCK), rows, tiling)
         longest = tl.maximum(longest, tl.max(found, 0))
         total += tl.sum(found.to(tl.float32), 0)
     even = (total / slots).to(tl.int32) + 1
@@ -150,10 +183,7 @@ def divide(
         taken = 0
         rest = 0.0
         for start in range(0, num_tiles, BLOCK):
-            found = lengths(
-                start + tl.arange(0, BLOCK), num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails,
-                window, chunked,
-            )  # fmt: skip
+            found = lengths(start + tl.arange(0, BLOCK), rows, tiling)
             is_split = found > share
             taken += tl.sum(tl.where(is_split, (found + share - 1) // share, 0), 0)
             rest += tl.sum(tl.where(is_split, 0, found).to(tl.float32), 0)
@@ -162,12 +192,12 @@ def divide(
         low = tl.where(fits, low, middle + 1)
     share = high * block_n
 
-    length = lengths(tile, num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails, window, chunked)
+    length = lengths(tile, rows, tiling)
     first = 0
     rank = 0
     for start in range(0, num_tiles, BLOCK):
         other = start + tl.arange(0, BLOCK)
-        found = lengths(other, num_tiles, tiles_per_row, queries, query_lens, seq_lens, fronts, tails, window, chunked)
+        found = lengths(other, rows, tiling)
         is_before = (found > length) | ((found == length) & (other < tile))
         first += tl.sum(tl.where(is_before, (found + share - 1) // share, 0), 0)
         rank += tl.sum(is_before.to(tl.int32), 0)
@@ -235,11 +265,10 @@ def averaged(level, score, aux, num_queries, counted, decay):
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BY_ROW)
 def attend(
-    query, keys, values, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts,
-    tails, score_modes, score_decays, page_tables, addresses, layer, pieces, parts, sinks, partial, lse, kept, scale,
-    value_scale, tiles_per_row, kept_rows, stride_q_token, stride_q_head, stride_o_token, stride_o_head,
-    stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, stride_v_block, stride_v_head,
-    stride_v_slot, stride_m_block, stride_m_head,
+    query, cache, output,
+    block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays, page_tables, addresses,
+    layer, stride_table,
+    pieces, parts, sinks, partial, lse, kept, scale, value_scale, tiles_per_row, kept_rows,
     G: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr,
     KEEP: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
@@ -253,6 +282,10 @@ def attend(
     quantised are stored over. sinks: ``[H * G]``, which count in the first piece; None:
     there are none. WINDOW, CHUNKED: as in ``first_seen``; with a window, no row has a front.
     """
+    rows = Rows(
+        block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays, page_tables,
+        addresses, layer, stride_table,
+    )  # fmt: skip
     place = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     tile = tl.load(pieces + place)
@@ -260,13 +293,10 @@ def attend(
         return
     piece = place - tl.load(parts + 2 * tile)
     num_pieces = tl.load(parts + 2 * tile + 1)
-    row = tile // tiles_per_row
+    row = row_of(rows, tile // tiles_per_row, head, HEADS, LAYERS)
     first_query = (tile % tiles_per_row) * (BLOCK_M // G)
-    num_queries = tl.load(query_lens + row).to(tl.int32)
-    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, HEADS, LAYERS)
-    tail = tl.load(tails + row).to(tl.int32)
-    old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
-    seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
+    num_queries, old = row.num_queries, row.old
+    seen = tl.minimum(row.num_entries, old + first_query + BLOCK_M // G)
     skipped = tl.maximum(first_seen(old + first_query, WINDOW, CHUNKED), 0)
     size = piece_size(seen - skipped, num_pieces, BLOCK_N)
     first = skipped + piece * size
@@ -274,21 +304,21 @@ def attend(
         return
     end = tl.minimum(first + size, seen)
 
-    rows = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    number = first_query + rows // G
-    wanted = (rows < BLOCK_M // G * G) & (number < num_queries)
+    number = first_query + m // G
+    wanted = (m < BLOCK_M // G * G) & (number < num_queries)
     in_head = dims < HEAD_SIZE
-    token = tl.load(query_starts + row).to(tl.int64) + number
-    q_head = head * G + rows % G
-    q_row = token * stride_q_token + q_head * stride_q_head
+    token = row.first_token + number
+    q_head = head * G + m % G
+    q_row = token * query.token + q_head * query.head
     q_mask = wanted[:, None] & in_head[None, :]
-    q = tl.load(query + q_row[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
+    q = tl.load(query.first + q_row[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
     mode = 0
     decay = 1.0
     if KEEP:
-        mode = tl.load(score_modes + row).to(tl.int32)
-        decay = tl.load(score_decays + row).to(tl.float32)
+        mode = tl.load(rows.score_modes + row.number).to(tl.int32)
+        decay = tl.load(rows.score_decays + row.number).to(tl.float32)
     kept_end = tl.where((mode == SUM) | (mode == MEAN), end, 0)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -297,23 +327,15 @@ def attend(
         top = tl.where(piece == 0, tl.load(sinks + q_head, mask=wanted, other=0.0) * LOG2E, top)
         total += tl.where(piece == 0, 1.0, 0.0)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    table = block_table + row.to(tl.int64) * stride_table
     for paged in tl.static_range(LAYERS > 0, -1, -1):
-        begin, stop = part_of(first, end, num_paged, paged, LAYERS)
+        begin, stop = part_of(first, end, row, paged, LAYERS)
         for start in range(begin, stop, BLOCK_N):
             entry = start + tl.arange(0, BLOCK_N)
             live = entry < stop
-            of_layer, block, of_head, offset = find(
-                entry, live, front, tail, table, ids, layer, head, HEADS, paged, BLOCK_SIZE, LAYERS
-            )
-            k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
-            k_mask = in_head[:, None] & live[None, :]
-            k_plane = plane_in(keys, addresses, of_layer, KEYS, paged)
-            k = tl.load((k_plane + k_slot)[None, :] + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0)
-            k = k.to(COMPUTE)
-            plane = block * stride_m_block + of_head * stride_m_head + offset
-            votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
-            votes = tl.load(votes_at, mask=live & (entry < front), other=0.0)
+            at = find(entry, live, row, paged, BLOCK_SIZE, LAYERS)
+            k = keys_at(cache, rows, at, live, paged, HEAD_SIZE, COMPUTE, BLOCK_D)
+            votes_at = plane_in(cache.log_votes, rows, at, LOG_VOTES, paged) + number_at(cache, at)
+            votes = tl.load(votes_at, mask=live & (entry < row.front), other=0.0)
             plain = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)
             visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
             if WINDOW > 0:
@@ -321,14 +343,14 @@ def attend(
             logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
             if KEEP:
                 if not paged:
-                    at = ((block * HEADS + head) * kept_rows * BLOCK_SIZE + offset)[None, :]
+                    slot = ((at.block * HEADS + head) * kept_rows * BLOCK_SIZE + at.offset)[None, :]
                     is_kept = wanted[:, None] & (entry < kept_end)[None, :]
-                    tl.store(kept + at + (rows * BLOCK_SIZE)[:, None], logits, mask=is_kept)
+                    tl.store(kept + slot + (m * BLOCK_SIZE)[:, None], logits, mask=is_kept)
                 if mode == LOG_EMA:
                     weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
                     level = log2_sum(tl.where(visible, plain + weight[:, None], float("-inf")))
-                    scores_at = plane_in(scores, addresses, of_layer, SCORES, paged) + plane
-                    aux_at = plane_in(aux, addresses, of_layer, AUX, paged) + plane
+                    scores_at = plane_in(cache.scores, rows, at, SCORES, paged) + number_at(cache, at)
+                    aux_at = plane_in(cache.aux, rows, at, AUX, paged) + number_at(cache, at)
                     # A new token's statistics start from nothing.
                     aux_before = tl.load(aux_at, mask=live & (entry < old), other=0.0)
                     score = tl.load(scores_at, mask=live & (entry < old), other=0.0)
@@ -343,19 +365,19 @@ def attend(
             total = total * shrink + tl.sum(weights, 1)
             top = new_top
             if VALUES:
-                v_slot = block * stride_v_block + of_head * stride_v_head + offset * stride_v_slot
+                v_slot = at.block * cache.v_block + at.head * cache.v_head + at.offset * cache.v_slot
                 v_mask = live[:, None] & in_head[None, :]
-                v_plane = plane_in(values, addresses, of_layer, V_PLANE, paged)
+                v_plane = plane_in(cache.v, rows, at, V_PLANE, paged)
                 v = tl.load((v_plane + v_slot)[:, None] + dims[None, :], mask=v_mask, other=0.0).to(COMPUTE)
                 sums = sums * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision="ieee")
 
-    at = tl.program_id(0).to(tl.int64) * BLOCK_M + rows
+    at = tl.program_id(0).to(tl.int64) * BLOCK_M + m
     tl.store(lse + at, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=wanted)
     if VALUES:
         sums = sums * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
         if num_pieces == 1:
-            o_row = token * stride_o_token + q_head * stride_o_head
-            tl.store(output + o_row[:, None] + dims[None, :], sums, mask=q_mask)
+            o_row = token * output.token + q_head * output.head
+            tl.store(output.first + o_row[:, None] + dims[None, :], sums, mask=q_mask)
         else:
             tl.store(partial + at[:, None] * BLOCK_D + dims[None, :], sums, mask=wanted[:, None])
 
@@ -374,11 +396,10 @@ def whole_lse(lse, first, num_pieces, head, num_heads, wanted, BLOCK_S: tl.const
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BY_ROW)
 def finish(
-    query, keys, log_votes, scores, aux, output, block_table, query_starts, query_lens, seq_lens, fronts, tails,
-    score_modes, score_decays, page_tables, addresses, layer, pieces, parts, order, partial, lse, kept, scale,
-    tiles_per_row, kept_rows, num_combined, rows_combined, stride_q_token, stride_q_head, stride_o_token,
-    stride_o_head, stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, stride_m_block,
-    stride_m_head,
+    query, cache, output,
+    block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays, page_tables, addresses,
+    layer, stride_table,
+    pieces, parts, order, partial, lse, kept, scale, tiles_per_row, kept_rows, num_combined, rows_combined,
     G: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_U: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
@@ -390,6 +411,10 @@ def finish(
     BLOCK_M, BLOCK_N, WINDOW and CHUNKED: as ``attend`` had them. BLOCK_S: pieces at a time. BLOCK_U: entries at a time,
     of those whose logits were kept.
     """
+    rows = Rows(
+        block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays, page_tables,
+        addresses, layer, stride_table,
+    )  # fmt: skip
     place = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     is_combined = place < num_combined
@@ -403,13 +428,10 @@ def finish(
     num_pieces = tl.load(parts + 2 * tile + 1)
     if num_pieces == 0:
         return
-    row = tile // tiles_per_row
+    row = row_of(rows, tile // tiles_per_row, head, HEADS, LAYERS)
     first_query = (tile % tiles_per_row) * (BLOCK_M // G)
-    num_queries = tl.load(query_lens + row).to(tl.int32)
-    front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, HEADS, LAYERS)
-    tail = tl.load(tails + row).to(tl.int32)
-    old = front + tl.load(seq_lens + row).to(tl.int32) - tail - num_queries
-    seen = tl.minimum(old + num_queries, old + first_query + BLOCK_M // G)
+    num_queries, old = row.num_queries, row.old
+    seen = tl.minimum(row.num_entries, old + first_query + BLOCK_M // G)
     attended = seen - tl.maximum(first_seen(old + first_query, WINDOW, CHUNKED), 0)
     size = piece_size(attended, num_pieces, BLOCK_N)
     num_filled = (attended + size - 1) // size
@@ -437,51 +459,41 @@ def finish(
             )
             sums = sums * shrink + tl.sum(found * weights[:, None], 0)
             top = new_top
-        token = tl.load(query_starts + row).to(tl.int64) + number
-        at = token * stride_o_token + (head * G + part % G) * stride_o_head
-        tl.store(output + at + dims, sums / tl.where(total > 0, total, 1.0), mask=dims < HEAD_SIZE)
+        at = (row.first_token + number) * output.token + (head * G + part % G) * output.head
+        tl.store(output.first + at + dims, sums / tl.where(total > 0, total, 1.0), mask=dims < HEAD_SIZE)
     elif KEEP:
-        mode = tl.load(score_modes + row).to(tl.int32)
+        mode = tl.load(rows.score_modes + row.number).to(tl.int32)
         if (mode != SUM) & (mode != MEAN):
             return
-        decay = tl.load(score_decays + row).to(tl.float32)
-        start_token = tl.load(query_starts + row).to(tl.int64)
-        rows = tl.arange(0, BLOCK_M)
-        wanted = rows < num_queries * G
+        decay = tl.load(rows.score_decays + row.number).to(tl.float32)
+        m = tl.arange(0, BLOCK_M)
+        wanted = m < num_queries * G
         level = whole_lse(lse, first_piece, num_filled, head, HEADS, wanted, BLOCK_S, BLOCK_M)
-        weight = tl.where(wanted, power(decay, num_queries - 1 - rows // G), 0.0)
-        table = block_table + row.to(tl.int64) * stride_table
-        dims = tl.arange(0, BLOCK_D)
+        weight = tl.where(wanted, power(decay, num_queries - 1 - m // G), 0.0)
         first = (place - num_combined - first_piece) * size
         end = tl.minimum(first + size, seen)
         for paged in tl.static_range(LAYERS > 0, -1, -1):
-            begin, stop = part_of(first, end, num_paged, paged, LAYERS)
+            begin, stop = part_of(first, end, row, paged, LAYERS)
             step = BLOCK_N if paged else BLOCK_U
             for start in range(begin, stop, step):
                 entry = start + tl.arange(0, BLOCK_N if paged else BLOCK_U)
                 live = entry < stop
-                of_layer, block, of_head, offset = find(
-                    entry, live, front, tail, table, ids, layer, head, HEADS, paged, BLOCK_SIZE, LAYERS
-                )
-                plane = block * stride_m_block + of_head * stride_m_head + offset
+                at = find(entry, live, row, paged, BLOCK_SIZE, LAYERS)
                 if paged:
-                    k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
-                    k_mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
-                    k_at = (plane_in(keys, addresses, of_layer, KEYS, paged) + k_slot)[None, :]
-                    k = tl.load(k_at + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
-                    votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
+                    k = keys_at(cache, rows, at, live, paged, HEAD_SIZE, COMPUTE, BLOCK_D)
+                    votes_at = plane_in(cache.log_votes, rows, at, LOG_VOTES, paged) + number_at(cache, at)
                     votes = tl.load(votes_at, mask=live, other=0.0)
                     logits, _, _ = tile_logits(
-                        query, k, votes, entry, live, first_query, num_queries, old, start_token, head,
-                        stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
+                        query, k, votes, entry, live, first_query, row, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D,
+                        CAP,
                     )  # fmt: skip
                 else:
-                    at = ((block * HEADS + head) * kept_rows * BLOCK_SIZE + offset)[None, :]
+                    slot = ((at.block * HEADS + head) * kept_rows * BLOCK_SIZE + at.offset)[None, :]
                     is_kept = wanted[:, None] & live[None, :]
-                    logits = tl.load(kept + at + (rows * BLOCK_SIZE)[:, None], mask=is_kept, other=float("-inf"))
+                    logits = tl.load(kept + slot + (m * BLOCK_SIZE)[:, None], mask=is_kept, other=float("-inf"))
                 added = tl.sum(tl.exp2(logits - level[:, None]) * weight[:, None], 0)
-                scores_at = plane_in(scores, addresses, of_layer, SCORES, paged) + plane
-                aux_at = plane_in(aux, addresses, of_layer, AUX, paged) + plane
+                scores_at = plane_in(cache.scores, rows, at, SCORES, paged) + number_at(cache, at)
+                aux_at = plane_in(cache.aux, rows, at, AUX, paged) + number_at(cache, at)
                 # A new token's statistics start from nothing, regardless of its place's content.
                 score = tl.load(scores_at, mask=live & (entry < old), other=0.0)
                 tl.store(scores_at, score * power(decay, num_queries) + added, mask=live)
@@ -492,43 +504,39 @@ def finish(
 
 @triton.jit
 def tile_logits(
-    query, k, votes, entry, live, first_query, num_queries, old, start_token, head,
-    stride_q_token, stride_q_head,
-    scale,
+    query, k, votes, entry, live, first_query, row, scale,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
     """(logits with votes where the row's query sees the entry and -inf elsewhere, its number, whether it is one)."""
-    rows = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    number = first_query + rows // G
-    wanted = (rows < BLOCK_M // G * G) & (number < num_queries)
-    at = (start_token + number) * stride_q_token + (head * G + rows % G) * stride_q_head
+    number = first_query + m // G
+    wanted = (m < BLOCK_M // G * G) & (number < row.num_queries)
+    at = (row.first_token + number) * query.token + (row.head * G + m % G) * query.head
     q_mask = wanted[:, None] & (dims < HEAD_SIZE)[None, :]
-    q = tl.load(query + at[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
-    visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
+    q = tl.load(query.first + at[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
+    visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (row.old + number)[:, None])
     logits = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP) + (votes * LOG2E)[None, :]
     return tl.where(visible, logits, float("-inf")), number, wanted
 
 
 @triton.jit
-def blocks_of(rows, num_rows, query_lens, seq_lens, fronts, tails, score_modes, BLOCK_N: tl.constexpr):
-    """How many times BLOCK_N entries rows have that update scores; of a front in pages: as ``fronts`` has it."""
-    exists = rows < num_rows
-    mode = tl.load(score_modes + rows, mask=exists, other=0)
-    num_queries = tl.load(query_lens + rows, mask=exists, other=0)
-    num_entries = tl.load(fronts + rows, mask=exists, other=0).to(tl.int32)
-    num_entries += tl.load(seq_lens + rows, mask=exists, other=0).to(tl.int32)
-    num_entries -= tl.load(tails + rows, mask=exists, other=0).to(tl.int32)
-    return tl.where((mode != 0) & (num_queries > 0), (num_entries + BLOCK_N - 1) // BLOCK_N, 0)
+def blocks_of(rows, number, num_rows, BLOCK_N: tl.constexpr):
+    """How many times BLOCK_N entries (``entries_of``) rows have that update scores."""
+    exists = number < num_rows
+    mode = tl.load(rows.score_modes + number, mask=exists, other=0)
+    num_queries = tl.load(rows.query_lens + number, mask=exists, other=0)
+    num_blocks = (entries_of(rows, number, exists) + BLOCK_N - 1) // BLOCK_N
+    return tl.where((mode != 0) & (num_queries > 0), num_blocks, 0)
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=[*BY_ROW, "scores", "aux"])
 def update_columns(
-    query, keys, log_votes, scores, aux, block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes,
-    score_decays, page_tables, addresses, layer, parts, lse, scale, num_rows, tiles_per_row,
-    stride_q_token, stride_q_head, stride_table, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
-    stride_m_block, stride_m_head, stride_s_block, stride_s_head,
+    query, cache, scores, aux,
+    block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays, page_tables, addresses,
+    layer, stride_table,
+    parts, lse, scale, num_rows, tiles_per_row, stride_s_block, stride_s_head,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_CACHE: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     LSE_BLOCK_N: tl.constexpr, LAYERS: tl.constexpr, CAP: tl.constexpr,
@@ -539,75 +547,61 @@ def update_columns(
     cache, where those of new tokens start from nothing; else entry by entry. BLOCK_M, LSE_BLOCK_N: those that
     ``attend`` had when it made ``lse``. BLOCK_S: pieces at a time.
     """
+    rows = Rows(
+        block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays, page_tables,
+        addresses, layer, stride_table,
+    )  # fmt: skip
     head = tl.program_id(1)
-    dims = tl.arange(0, BLOCK_D)
     QUERIES: tl.constexpr = BLOCK_M // G
     ROWS: tl.constexpr = 128
     num_items = 0
     for first in range(0, num_rows, ROWS):
-        num_items += tl.sum(
-            blocks_of(
-                first + tl.arange(0, ROWS), num_rows, query_lens, seq_lens, fronts, tails, score_modes, BLOCK_N
-            ), 0,
-        )  # fmt: skip
+        num_items += tl.sum(blocks_of(rows, first + tl.arange(0, ROWS), num_rows, BLOCK_N), 0)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        row = 0
+        owner = 0
         place = item  # among its row's, of which there are
         count = 0
         behind = 0
         for first in range(0, num_rows, ROWS):
-            blocks = blocks_of(
-                first + tl.arange(0, ROWS), num_rows, query_lens, seq_lens, fronts, tails, score_modes, BLOCK_N
-            )
+            blocks = blocks_of(rows, first + tl.arange(0, ROWS), num_rows, BLOCK_N)
             ends = behind + tl.cumsum(blocks, 0)
-            row += tl.sum((ends <= item).to(tl.int32), 0)
+            owner += tl.sum((ends <= item).to(tl.int32), 0)
             place -= tl.sum(tl.where(ends <= item, blocks, 0), 0)
             count += tl.sum(tl.where((ends > item) & (ends - blocks <= item), blocks, 0), 0)
             behind += tl.sum(blocks, 0)
-        mode = tl.load(score_modes + row).to(tl.int32)
-        num_queries = tl.load(query_lens + row).to(tl.int32)
-        decay = tl.load(score_decays + row).to(tl.float32)
-        front, num_paged, ids = front_of(fronts, page_tables, row, layer, head, tl.num_programs(1), LAYERS)
-        tail = tl.load(tails + row).to(tl.int32)
-        num_entries = front + tl.load(seq_lens + row).to(tl.int32) - tail
-        old = num_entries - num_queries
-        start_token = tl.load(query_starts + row).to(tl.int64)
-        table = block_table + tl.cast(row, tl.int64) * stride_table
+        mode = tl.load(rows.score_modes + owner).to(tl.int32)
+        decay = tl.load(rows.score_decays + owner).to(tl.float32)
+        row = row_of(rows, owner, head, tl.num_programs(1), LAYERS)
+        num_queries, old = row.num_queries, row.old
         for paged in tl.static_range(LAYERS > 0, -1, -1):
-            begin, stop = part_of(0, num_entries, num_paged, paged, LAYERS)
+            begin, stop = part_of(0, row.num_entries, row, paged, LAYERS)
             begin += place * BLOCK_N
             # Once, unless a head has more entries than ``fronts`` says; loops cost registers.
             end = stop if LAYERS > 0 else begin + 1
             for start in range(begin, end, count * BLOCK_N if LAYERS > 0 else 1):
                 entry = start + tl.arange(0, BLOCK_N)
                 live = entry < stop
-                of_layer, block, of_head, offset = find(
-                    entry, live, front, tail, table, ids, layer, head, tl.num_programs(1), paged, BLOCK_SIZE, LAYERS
-                )
-                k_slot = block * stride_k_block + of_head * stride_k_head + offset * stride_k_slot
-                k_mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
-                k_at = (plane_in(keys, addresses, of_layer, KEYS, paged) + k_slot)[None, :]
-                k = tl.load(k_at + (dims * stride_k_dim)[:, None], mask=k_mask, other=0.0).to(COMPUTE)
+                at = find(entry, live, row, paged, BLOCK_SIZE, LAYERS)
+                k = keys_at(cache, rows, at, live, paged, HEAD_SIZE, COMPUTE, BLOCK_D)
                 first_tile = tl.maximum(start - old, 0) // QUERIES
                 num_tiles = (num_queries + QUERIES - 1) // QUERIES
                 counted = (num_queries - tl.maximum(entry - old, 0)).to(tl.float32)
                 if IN_CACHE:
-                    at = block * stride_s_block + of_head * stride_s_head + offset
+                    cell = at.block * stride_s_block + at.head * stride_s_head + at.offset
                     known = live & (entry < old)
                 else:
-                    at = head * stride_s_head + entry.to(tl.int64)
+                    cell = head * stride_s_head + entry.to(tl.int64)
                     known = live
-                scores_at = plane_in(scores, addresses, of_layer, SCORES, paged) + at
-                aux_at = plane_in(aux, addresses, of_layer, AUX, paged) + at
+                scores_at = plane_in(scores, rows, at, SCORES, paged) + cell
+                aux_at = plane_in(aux, rows, at, AUX, paged) + cell
                 aux_before = tl.load(aux_at, mask=known, other=0.0)
                 score = tl.load(scores_at, mask=known, other=0.0)
                 if mode == LOG_EMA:
                     level = tl.full([BLOCK_N], float("-inf"), tl.float32)
                     for tile in range(first_tile, num_tiles):
                         logits, number, _ = tile_logits(
-                            query, k, tl.zeros([BLOCK_N], tl.float32), entry, live, tile * QUERIES, num_queries, old,
-                            start_token, head, stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M,
-                            BLOCK_D, CAP,
+                            query, k, tl.zeros([BLOCK_N], tl.float32), entry, live, tile * QUERIES, row, scale, G,
+                            HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
                         )  # fmt: skip
                         weight = (num_queries - 1 - number) * tl.log2(decay) + tl.log2((1.0 - decay) / G)
                         level = log2_add(level, log2_sum(logits + weight[:, None]))
@@ -615,17 +609,16 @@ def update_columns(
                     tl.store(scores_at, after, mask=live)
                     tl.store(aux_at, aux_before + counted, mask=live)
                 else:
-                    plane = block * stride_m_block + of_head * stride_m_head + offset
-                    votes_at = plane_in(log_votes, addresses, of_layer, LOG_VOTES, paged) + plane
-                    votes = tl.load(votes_at, mask=live & (entry < front), other=0.0)
+                    votes_at = plane_in(cache.log_votes, rows, at, LOG_VOTES, paged) + number_at(cache, at)
+                    votes = tl.load(votes_at, mask=live & (entry < row.front), other=0.0)
                     added = tl.zeros([BLOCK_N], tl.float32)
                     for tile in range(first_tile, num_tiles):
                         logits, number, wanted = tile_logits(
-                            query, k, votes, entry, live, tile * QUERIES, num_queries, old, start_token, head,
-                            stride_q_token, stride_q_head, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D, CAP,
+                            query, k, votes, entry, live, tile * QUERIES, row, scale, G, HEAD_SIZE, COMPUTE, BLOCK_M,
+                            BLOCK_D, CAP,
                         )  # fmt: skip
-                        seen = tl.minimum(num_entries, old + (tile + 1) * QUERIES)
-                        of_tile = parts + 2 * (row * tiles_per_row + tile)
+                        seen = tl.minimum(row.num_entries, old + (tile + 1) * QUERIES)
+                        of_tile = parts + 2 * (owner * tiles_per_row + tile)
                         size = piece_size(seen, tl.load(of_tile + 1), LSE_BLOCK_N)
                         total = whole_lse(
                             lse, tl.load(of_tile), (seen + size - 1) // size, head, tl.num_programs(1), wanted, BLOCK_S,
@@ -639,7 +632,7 @@ def update_columns(
 
 @triton.jit
 def queries_of(
-    query, first_query, num_queries, head, stride_q_token, stride_q_head,
+    query, first_query, num_queries, head,
     PER_QUERY: tl.constexpr, HEAD_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -650,23 +643,20 @@ def queries_of(
     number = first_query + rows // PER_QUERY
     q_head = head * PER_QUERY + rows % PER_QUERY
     wanted = (rows < BLOCK_M // PER_QUERY * PER_QUERY) & (number < num_queries)
-    at = number.to(tl.int64) * stride_q_token + q_head * stride_q_head
+    at = number.to(tl.int64) * query.token + q_head * query.head
     mask = wanted[:, None] & (dims < HEAD_SIZE)[None, :]
-    q = tl.load(query + at[:, None] + dims[None, :], mask=mask, other=0.0).to(COMPUTE)
+    q = tl.load(query.first + at[:, None] + dims[None, :], mask=mask, other=0.0).to(COMPUTE)
     return q, number, q_head, wanted
 
 
 @triton.jit
 def keys_of(
-    keys, blocks, token, live, head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    cache, blocks, token, live, head,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_D, n]``: keys of a head of a never compressed sequence's tokens."""
-    dims = tl.arange(0, BLOCK_D)
+    """``keys_at``, of a head of a never compressed sequence's tokens."""
     block, offset = place_of(token, live, 0, 0, blocks, BLOCK_SIZE)
-    slot = block * stride_k_block + head * stride_k_head + offset * stride_k_slot
-    mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
-    return tl.load((keys + slot)[None, :] + (dims * stride_k_dim)[:, None], mask=mask, other=0.0).to(COMPUTE)
+    return keys_at(cache, None, Entry(0, block, head, offset), live, False, HEAD_SIZE, COMPUTE, BLOCK_D)
 
 
 REPETITION = ["num_queries", "seq_len", "context", "start", "num_first", "num_scored", "stride_s_head"]
@@ -675,8 +665,7 @@ REPETITION = ["num_queries", "seq_len", "context", "start", "num_first", "num_sc
 
 @triton.jit(do_not_specialize=REPETITION, do_not_specialize_on_alignment=["blocks", "weights", "sinks"])
 def normalize_repetition(
-    query, keys, blocks, weights, sinks, lse, scale, num_queries, seq_len, context, start, num_first, num_scored,
-    stride_q_token, stride_q_head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    query, cache, blocks, weights, sinks, lse, scale, num_queries, seq_len, context, start, num_first, num_scored,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
@@ -688,7 +677,7 @@ def normalize_repetition(
     head = tl.program_id(1)
     first_query = tl.program_id(0) * (BLOCK_M // G)
     q, number, q_head, wanted = queries_of(
-        query, first_query, num_queries, head, stride_q_token, stride_q_head, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D
+        query, first_query, num_queries, head, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D
     )
     position = seq_len - num_queries + number
     last = tl.minimum(first_query + BLOCK_M // G, num_queries)
@@ -704,10 +693,7 @@ def normalize_repetition(
         live = entry < end
         token = tl.where(entry < num_first, entry, start + entry - num_first)
         token = tl.where(entry < counted, token, context + entry - counted)
-        k = keys_of(
-            keys, blocks, token, live, head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, HEAD_SIZE,
-            BLOCK_SIZE, COMPUTE, BLOCK_D,
-        )  # fmt: skip
+        k = keys_of(cache, blocks, token, live, head, HEAD_SIZE, BLOCK_SIZE, COMPUTE, BLOCK_D)
         visible = live[None, :] & (token[None, :] <= position[:, None])
         logits = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)
         logits = tl.where(visible, logits, float("-inf"))
@@ -724,8 +710,7 @@ def normalize_repetition(
 
 @triton.jit(do_not_specialize=REPETITION, do_not_specialize_on_alignment=["blocks", "scores"])
 def raise_scores(
-    query, keys, blocks, lse, scores, scale, num_queries, num_heads, start, num_scored,
-    stride_q_token, stride_q_head, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, stride_s_head,
+    query, cache, blocks, lse, scores, scale, num_queries, num_heads, start, num_scored, stride_s_head,
     PER_SCORE: tl.constexpr, G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
@@ -737,16 +722,13 @@ def raise_scores(
     head = tl.program_id(1)
     entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = entry < num_scored
-    k = keys_of(
-        keys, blocks, start + entry, live, head * PER_SCORE // G, stride_k_block, stride_k_head, stride_k_dim,
-        stride_k_slot, HEAD_SIZE, BLOCK_SIZE, COMPUTE, BLOCK_D,
-    )  # fmt: skip
+    of_head = head * PER_SCORE // G
+    k = keys_of(cache, blocks, start + entry, live, of_head, HEAD_SIZE, BLOCK_SIZE, COMPUTE, BLOCK_D)
     largest = tl.full([BLOCK_N], float("-inf"), tl.float32)
     for first_query in range(0, num_queries, BLOCK_M // PER_SCORE):
         q, number, q_head, wanted = queries_of(
-            query, first_query, num_queries, head, stride_q_token, stride_q_head, PER_SCORE, HEAD_SIZE, COMPUTE,
-            BLOCK_M, BLOCK_D,
-        )  # fmt: skip
+            query, first_query, num_queries, head, PER_SCORE, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D
+        )
         level = tl.load(lse + number * num_heads + q_head, mask=wanted, other=float("inf"))
         logits = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP) - level[:, None]
         largest = tl.maximum(largest, tl.max(logits, 0))
@@ -765,9 +747,7 @@ def quantised(rows, scale, LIMIT: tl.constexpr):
 
 @triton.jit
 def write(
-    slot_mapping, key, value, keys, values, key_scale, value_scale, num_heads,
-    stride_slot, stride_key_token, stride_key_head, stride_value_token, stride_value_head, stride_k_block,
-    stride_k_head, stride_k_dim, stride_k_slot, stride_v_block, stride_v_head, stride_v_slot,
+    slot_mapping, key, value, cache, key_scale, value_scale, num_heads, stride_slot,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -784,11 +764,12 @@ def write(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     wanted = (head < num_heads) & (dims < HEAD_SIZE)
-    k = tl.load(key + token * stride_key_token + head * stride_key_head + dims, mask=wanted)
-    v = tl.load(value + token * stride_value_token + head * stride_value_head + dims, mask=wanted)
+    k = tl.load(key.first + token * key.token + head * key.head + dims, mask=wanted)
+    v = tl.load(value.first + token * value.token + head * value.head + dims, mask=wanted)
     if LIMIT > 0.0:
         k = quantised(k, key_scale, LIMIT)
         v = quantised(v, value_scale, LIMIT)
-    k_at = block * stride_k_block + head * stride_k_head + dims * stride_k_dim + offset * stride_k_slot
-    tl.store(keys + k_at, k, mask=wanted)
-    tl.store(values + block * stride_v_block + head * stride_v_head + offset * stride_v_slot + dims, v, mask=wanted)
+    k_at = block * cache.k_block + head * cache.k_head + dims * cache.k_dim + offset * cache.k_slot
+    v_at = block * cache.v_block + head * cache.v_head + offset * cache.v_slot + dims
+    tl.store(cache.k + k_at, k, mask=wanted)
+    tl.store(cache.v + v_at, v, mask=wanted)

@@ -14,6 +14,7 @@ from vllm_kvmerge.ops.similarity import slot_products
 from vllm_kvmerge.ops.triton import entry_kernels, places
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
 from vllm_kvmerge.ops.triton.backend import ELEMENTS, layer_addresses, product_type, rounded
+from vllm_kvmerge.ops.triton.descriptors import Changed, Located, Strides
 from vllm_kvmerge.ops.triton.indexing import mix_in as mix_in  # for mix_entries
 from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
 from vllm_kvmerge.ops.types import (
@@ -42,25 +43,26 @@ class _KernelArguments:
         self.cache = cache = seq_layers.layers[0]
         self.device = cache.device
         self.num_heads = seq_layers.num_heads
-        self.blocks = self.on_device(seq_layers.blocks)
-        self.layers = (
-            layer_addresses(seq_layers.layers),
-            self.on_device(seq_layers.layer),
-        )
+        self.num_layers = len(seq_layers.layers)
+        addresses, layers = layer_addresses(seq_layers.layers), self.on_device(seq_layers.layer)
+        self._located = Located(addresses, layers, self.on_device(seq_layers.blocks), None, None, cache.num_kv_heads)
+        self.stride_blocks = self._located.blocks.stride(0)
         self._segments = seq_layers.segments
         self._pages = seq_layers.pages
-        self.counts = cache.num_kv_heads, len(seq_layers.layers)
 
     @cached_property
-    def entries(self) -> tuple[Tensor | None, ...]:
-        """Location of the live entries: addresses, layers, blocks, segments and pages."""
-        return (*self.layers, self.blocks, self.on_device(self._segments), self._table(self._pages))
+    def entries(self) -> Located:
+        """The live ones."""
+        return self._located._replace(segments=self.on_device(self._segments), pages=self._table(self._pages))
 
-    def destination(self, destination: Destination) -> tuple[Tensor, Tensor | None]:
-        """Where to write: blocks, which are not read where there are pages, and pages."""
+    def destination(self, destination: Destination) -> Located:
+        """Where to write; blocks are not read where there are pages."""
+        addresses, layers, blocks, _, pages, num_heads = self._located
         if isinstance(destination, HeadPages):
-            return self.blocks, self._table(destination)
-        return self.on_device(destination), None
+            pages = self._table(destination)
+        else:
+            blocks = self.on_device(destination)
+        return Located(addresses, layers, blocks, None, pages, num_heads)
 
     def _table(self, pages: HeadPages | None) -> Tensor | None:
         return None if pages is None else pages.table_on(self.device)
@@ -68,10 +70,10 @@ class _KernelArguments:
     def on_device(self, tensor: Tensor) -> Tensor:
         return sent(tensor, self.device).contiguous()
 
-    def strides(self, plane: str) -> tuple[int, ...]:
-        """Strides of a plane, in elements: for block, head, dimension and slot."""
+    @cached_property
+    def strides(self) -> dict[str, Strides]:
         block, head, slot, dim = self.cache.values.stride()
-        return self.cache.keys.stride() if plane == "keys" else (block, head, dim, slot)
+        return {"keys": Strides(*self.cache.keys.stride()), "values": Strides(block, head, dim, slot)}
 
     def grid(self, size: int, block: int) -> tuple[int, int]:
         return self.num_heads, -(-size // block)
@@ -102,20 +104,20 @@ def gather_metadata(seq_layers: SequenceLayers) -> Metadata:
     chosen = settings_for("metadata", at.cache)
     if log_votes.numel():
         entry_kernels.read_metadata[at.grid(n, chosen.block_n)](
-            *at.entries, *metadata, *at.counts, n, at.blocks.stride(0), *at.cache.log_votes.stride()[:2],
+            at.entries, *metadata, at.num_layers, n, at.stride_blocks, *at.cache.log_votes.stride()[:2],
             BLOCK_SIZE=at.cache.block_size, BLOCK_N=chosen.block_n, **chosen.launch,
         )  # fmt: skip
     return metadata
 
 
-def _changes(changes: Changes | None, plane: PlaneName) -> tuple[tuple[Tensor | None, ...], tuple[int, int]]:
-    """(tensors, sizes), as kernels take them."""
+def _changes(changes: Changes | None, plane: PlaneName) -> tuple[Changed, int, int]:
+    """(tensors, places, new ones), as kernels take them."""
     if changes is None:
-        return (None, None, None), (0, 0)
+        return Changed(None, None, None), 0, 0
     origin, new = changes.origin.contiguous(), changes.new(plane)
     if new is None:
-        return (origin, None, None), (origin.shape[1], 0)
-    return (origin, changes.row.contiguous(), new.contiguous()), (origin.shape[1], new.shape[1])
+        return Changed(origin, None, None), origin.shape[1], 0
+    return Changed(origin, changes.row.contiguous(), new.contiguous()), origin.shape[1], new.shape[1]
 
 
 def gather_rows(seq_layers: SequenceLayers, plane: PlaneName, index: Tensor, changes: Changes | None = None) -> Tensor:
@@ -124,11 +126,11 @@ def gather_rows(seq_layers: SequenceLayers, plane: PlaneName, index: Tensor, cha
         return changes.read(plane, index, partial(gather_rows, seq_layers, plane))
     at, count = _arguments(seq_layers), index.shape[1]
     rows = torch.empty(at.num_heads, count, at.cache.head_size, device=at.device)
-    chosen, (changed, sizes) = settings_for("rows", at.cache), _changes(changes, plane)
+    chosen, (changed, *sizes) = settings_for("rows", at.cache), _changes(changes, plane)
     if rows.numel():
         entry_kernels.read_rows[at.grid(count, chosen.block_n)](
-            *at.entries, *changed, index.contiguous(), rows, *at.counts, count, *sizes, at.blocks.stride(0),
-            *at.strides(plane),
+            at.entries, changed, index.contiguous(), rows, at.strides[plane], at.num_layers, count, *sizes,
+            at.stride_blocks,
             PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
         )  # fmt: skip
     return rows if scales is None else rows.mul_(scales)
@@ -138,7 +140,7 @@ def write_rows(
     seq_layers: SequenceLayers, destination: Destination, places: Tensor, keys: Tensor | None, values: Tensor | None
 ) -> None:
     at = _arguments(seq_layers)
-    (blocks, pages), places = at.destination(destination), places.contiguous()
+    to, places = at.destination(destination), places.contiguous()
     chosen = settings_for("rows", at.cache)
     for plane, rows in (("keys", keys), ("values", values)):
         if rows is None or rows.numel() == 0:
@@ -148,8 +150,7 @@ def write_rows(
             stored(rows if scales is None else rows / scales, dtype) if at.cache.is_quantised else rounded(rows, dtype)
         )
         entry_kernels.write_rows[at.grid(places.shape[1], chosen.block_n)](
-            *at.layers, blocks, pages, places, rows.contiguous(), *at.counts,
-            places.shape[1], blocks.stride(0), *at.strides(plane),
+            to, places, rows.contiguous(), at.strides[plane], at.num_layers, places.shape[1], to.blocks.stride(0),
             PLANE=PLANES[plane], BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
         )  # fmt: skip
 
@@ -163,12 +164,12 @@ def write_metadata(
     positions: Tensor,
 ) -> None:
     at = _arguments(seq_layers)
-    (blocks, pages), count = at.destination(destination), log_votes.shape[1]
+    to, count = at.destination(destination), log_votes.shape[1]
     chosen = settings_for("metadata", at.cache)
     if count:
         entry_kernels.write_metadata[at.grid(count, chosen.block_n)](
-            *at.layers, blocks, pages, *(plane.contiguous() for plane in (log_votes, scores, aux, positions)),
-            *at.counts, count, blocks.stride(0), *at.cache.log_votes.stride()[:2],
+            to, *(plane.contiguous() for plane in (log_votes, scores, aux, positions)), at.num_layers, count,
+            to.blocks.stride(0), *at.cache.log_votes.stride()[:2],
             BLOCK_SIZE=at.cache.block_size, BLOCK_N=chosen.block_n, **chosen.launch,
         )  # fmt: skip
 
@@ -194,17 +195,17 @@ def move_entries(seq_layers: SequenceLayers, destination: Destination, kept: Ten
 
 
 def _move_entries(at: _KernelArguments, destination: Destination, kept: Tensor) -> None:
-    (blocks, pages), count = at.destination(destination), kept.shape[1]
+    to, count = at.destination(destination), kept.shape[1]
     # Keys and values that lie alike, as a GPU has them, are moved together.
-    together = len({at.strides(plane) for plane in PLANES}) == 1
+    together = len(set(at.strides.values())) == 1
     shape = 1 + together, at.num_heads, count, at.cache.head_size
     staging = torch.empty(shape, dtype=at.cache.keys.dtype, device=at.device)
     chosen = settings_for("rows", at.cache)
     for plane in ["keys"] if together else PLANES:
         for write in (False, True):
             entry_kernels.move_rows[(*at.grid(count, chosen.block_n), len(staging))](
-                *at.entries, blocks, pages, kept, staging, *at.counts, count, at.blocks.stride(0),
-                blocks.stride(0), *at.strides(plane),
+                at.entries, to.blocks, to.pages, kept, staging, at.strides[plane], at.num_layers, count,
+                at.stride_blocks, to.blocks.stride(0),
                 FIRST_PLANE=PLANES[plane], WRITE=write, BLOCK_N=chosen.block_n, **at.constants, **chosen.launch,
             )  # fmt: skip
 
@@ -221,13 +222,13 @@ def most_similar(
     at = _arguments(seq_layers)
     similarity = torch.empty(sources.shape, device=at.device)
     best = torch.empty(sources.shape, dtype=torch.int64, device=at.device)
-    chosen, (changed, sizes) = settings_for("similar", at.cache), _changes(changes, "keys")
+    chosen, (changed, *sizes) = settings_for("similar", at.cache), _changes(changes, "keys")
     block_n = max(16, chosen.block_n // 2) if sizes[1] else chosen.block_n  # new keys need as many registers again
     if best.numel():
         entry_kernels.find_similar[at.grid(sources.shape[1], chosen.block_m)](
-            *at.entries, *changed, sources.contiguous(), targets.contiguous(), usable.contiguous().view(torch.uint8),
-            similarity, best, *at.counts, sources.shape[1], targets.shape[1], *sizes, at.blocks.stride(0),
-            *at.strides("keys"),
+            at.entries, changed, sources.contiguous(), targets.contiguous(), usable.contiguous().view(torch.uint8),
+            similarity, best, at.strides["keys"], at.num_layers, sources.shape[1], targets.shape[1], *sizes,
+            at.stride_blocks,
             COMPUTE=product_type(at.cache.keys.dtype), BLOCK_M=chosen.block_m, BLOCK_N=block_n, **at.constants,
             **chosen.launch,
         )  # fmt: skip
@@ -255,8 +256,8 @@ def fused_attention(
     key_scales, queries = seq_layers.scales("keys"), queries.float()
     queries = queries if key_scales is None else queries * key_scales.unsqueeze(1)
     given = (tensor.contiguous() for tensor in (queries, query_positions, log_votes, positions))
-    before = *at.entries, *given, lse
-    after = scale, *at.counts, n, window, at.blocks.stride(0), *at.strides("keys")
+    before = at.entries, *given, lse
+    after = scale, at.strides["keys"], at.num_layers, n, window, at.stride_blocks
     sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
     tiles = {
         "CAP": softmax.cap * LOG2E.value,

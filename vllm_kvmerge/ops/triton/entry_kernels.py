@@ -1,14 +1,15 @@
 """Kernels over single entries of many sequence layers in Triton, launched by ``entries``.
 
-A grid's first axis is a head of a sequence layer, ``seq_layer * num_heads + head``. ``segments`` is ``[U, 3]`` int64.
-``pages``: a table of these heads' pages, or None where all fronts are ordinary ones (see ``places``).
+A grid's first axis is a head of a sequence layer, ``seq_layer * num_heads + head``. ``located``: where the entries of
+all of them lie. ``stride_blocks``: that of its blocks.
 """
 
 import triton
 import triton.language as tl
 
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E, capped
-from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, POSITIONS, SCORES, entry_place, plane_of
+from vllm_kvmerge.ops.triton.descriptors import Head
+from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, POSITIONS, SCORES, entry_place, head_of, plane_of
 
 CHANGING = ["num_layers", "num_entries", "num_rows", "num_slots", "num_sources", "num_targets", "window"]
 CHANGING += ["num_places", "num_new", "stride_blocks", "stride_to_blocks"]
@@ -16,29 +17,19 @@ CHANGING += ["num_places", "num_new", "stride_blocks", "stride_to_blocks"]
 requests wait."""
 
 
-@triton.jit
-def segments_of(segments, seq_layer):
-    return tl.load(segments + seq_layer * 3).to(tl.int32), tl.load(segments + seq_layer * 3 + 1).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=CHANGING)
 def read_metadata(
-    addresses, layers, blocks, segments, pages, log_votes, scores, aux, positions, num_heads, num_layers, num_entries,
-    stride_blocks, stride_m_block, stride_m_head,
+    located, log_votes, scores, aux, positions, num_layers, num_entries, stride_blocks, stride_m_block, stride_m_head,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Copies metadata of some entries. Grid: heads, tiles of entries."""
-    seq_layer = tl.program_id(0) // num_heads
-    head = tl.program_id(0) % num_heads
-    layer = tl.load(layers + seq_layer)
-    front, tail = segments_of(segments, seq_layer)
+    of = head_of(located, num_layers, stride_blocks)
+    front, tail = of.front, of.tail
     entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = entry < num_entries
-    table = blocks + seq_layer.to(tl.int64) * stride_blocks
-    layer, block, head, offset, exists = entry_place(
-        entry, live, front, tail, table, pages, layer, head, num_heads, num_layers, BLOCK_SIZE
-    )
-    plane = block * stride_m_block + head * stride_m_head + offset
+    at, exists = entry_place(entry, live, front, tail, located.pages, of, BLOCK_SIZE)
+    addresses, layer = located.addresses, at.layer
+    plane = at.block * stride_m_block + at.head * stride_m_head + at.offset
     out = tl.program_id(0).to(tl.int64) * num_entries + entry
     compressed = exists & (entry < front)
     implied = tl.where(entry < front, float("-inf"), 0.0)
@@ -55,20 +46,15 @@ def read_metadata(
 
 @triton.jit(do_not_specialize=CHANGING)
 def write_metadata(
-    addresses, layers, blocks, pages, log_votes, scores, aux, positions, num_heads, num_layers, num_slots,
-    stride_blocks, stride_m_block, stride_m_head,
+    located, log_votes, scores, aux, positions, num_layers, num_slots, stride_blocks, stride_m_block, stride_m_head,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Writes metadata of slots from 0 on. Grid: heads, tiles of slots."""
-    seq_layer = tl.program_id(0) // num_heads
-    head = tl.program_id(0) % num_heads
-    layer = tl.load(layers + seq_layer)
+    of = head_of(located, num_layers, stride_blocks)
     slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    table = blocks + seq_layer.to(tl.int64) * stride_blocks
-    layer, block, head, offset, live = entry_place(
-        slot, slot < num_slots, num_slots, num_slots, table, pages, layer, head, num_heads, num_layers, BLOCK_SIZE
-    )
-    plane = block * stride_m_block + head * stride_m_head + offset
+    to, live = entry_place(slot, slot < num_slots, num_slots, num_slots, located.pages, of, BLOCK_SIZE)
+    addresses, layer = located.addresses, to.layer
+    plane = to.block * stride_m_block + to.head * stride_m_head + to.offset
     at = tl.program_id(0).to(tl.int64) * num_slots + slot
     tl.store(plane_of(addresses, layer, LOG_VOTES, tl.float32) + plane, tl.load(log_votes + at, mask=live), mask=live)
     tl.store(plane_of(addresses, layer, SCORES, tl.float32) + plane, tl.load(scores + at, mask=live), mask=live)
@@ -78,88 +64,68 @@ def write_metadata(
 
 
 @triton.jit
-def cells_at(
-    addresses, layer, block, head, offset,
-    stride_block, stride_head, stride_dim, stride_slot,
-    plane, ELEMENT: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """``[n, BLOCK_D]``: pointers to the rows of keys or values at places."""
-    at = block * stride_block + head * stride_head + offset * stride_slot
-    return (plane_of(addresses, layer, plane, ELEMENT) + at)[:, None] + tl.arange(0, BLOCK_D)[None, :] * stride_dim
+def cells_at(located, at, strides, plane, ELEMENT: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``[n, BLOCK_D]``: pointers to the rows of keys or values of entries."""
+    row = at.block * strides.block + at.head * strides.head + at.offset * strides.slot
+    first = plane_of(located.addresses, at.layer, plane, ELEMENT) + row
+    return first[:, None] + tl.arange(0, BLOCK_D)[None, :] * strides.dim
 
 
 @triton.jit
 def rows_at(
-    addresses, index, live, front, tail, table, pages, layer, head, num_heads, num_layers,
-    stride_block, stride_head, stride_dim, stride_slot,
+    located, of, index, live, strides,
     PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``[n, BLOCK_D]``: keys or values of the entries at ``index``; zeros where not live, and behind the head size."""
-    layer, block, head, offset, exists = entry_place(
-        index, live, front, tail, table, pages, layer, head, num_heads, num_layers, BLOCK_SIZE
-    )
-    at = cells_at(
-        addresses, layer, block, head, offset, stride_block, stride_head, stride_dim, stride_slot, PLANE, ELEMENT,
-        BLOCK_D,
-    )  # fmt: skip
-    return tl.load(at, mask=exists[:, None] & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[None, :], other=0.0)
+    at, exists = entry_place(index, live, of.front, of.tail, located.pages, of, BLOCK_SIZE)
+    mask = exists[:, None] & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[None, :]
+    return tl.load(cells_at(located, at, strides, PLANE, ELEMENT, BLOCK_D), mask=mask, other=0.0)
 
 
 @triton.jit
 def changed_rows_at(
-    addresses, index, live, origin, new_row, new, num_places, num_new, front, tail, table, pages, layer, head,
-    num_heads, num_layers, stride_block, stride_head, stride_dim, stride_slot,
+    located, of, index, live, changed, num_places, num_new, strides,
     PLANE: tl.constexpr, ELEMENT: tl.constexpr, OUT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``rows_at`` as OUT, where ``index`` is of places if there is an ``origin``, of which some may be ``new``
     (``Changes``)."""
-    if origin is None:
-        return rows_at(
-            addresses, index, live, front, tail, table, pages, layer, head, num_heads, num_layers, stride_block,
-            stride_head, stride_dim, stride_slot, PLANE, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
-        ).to(OUT)  # fmt: skip
+    if changed.origin is None:
+        return rows_at(located, of, index, live, strides, PLANE, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D).to(OUT)
     else:
         at = tl.program_id(0).to(tl.int64) * num_places + index
-        entry = tl.load(origin + at, mask=live, other=-1).to(tl.int32)
+        entry = tl.load(changed.origin + at, mask=live, other=-1).to(tl.int32)
         number = tl.full(index.shape, -1, tl.int64)
-        if new is not None:
-            number = tl.load(new_row + at, mask=live, other=-1)
+        if changed.new is not None:
+            number = tl.load(changed.row + at, mask=live, other=-1)
         is_new = number >= 0
-        rows = rows_at(
-            addresses, entry, (entry >= 0) & (is_new == 0), front, tail, table, pages, layer, head, num_heads,
-            num_layers, stride_block, stride_head, stride_dim, stride_slot, PLANE, ELEMENT, HEAD_SIZE, BLOCK_SIZE,
-            BLOCK_D,
-        ).to(OUT)  # fmt: skip
-        if new is None:
+        is_old = (entry >= 0) & (is_new == 0)
+        rows = rows_at(located, of, entry, is_old, strides, PLANE, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D).to(OUT)
+        if changed.new is None:
             return rows
         else:
             dims = tl.arange(0, BLOCK_D)[None, :]
-            first = new + (tl.program_id(0).to(tl.int64) * num_new + number) * HEAD_SIZE
+            first = changed.new + (tl.program_id(0).to(tl.int64) * num_new + number) * HEAD_SIZE
             found = tl.load(first[:, None] + dims, mask=is_new[:, None] & (dims < HEAD_SIZE), other=0.0)
             return tl.where(is_new[:, None], found.to(OUT), rows)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def read_rows(
-    addresses, layers, blocks, segments, pages, origin, new_row, new, index, out, num_heads, num_layers, num_rows,
-    num_places, num_new, stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
+    located, changed, index, out, strides, num_layers, num_rows, num_places, num_new, stride_blocks,
     PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Copies keys or values of the entries or places at ``index`` as float32. Grid: heads, tiles."""
-    seq_layer = tl.program_id(0) // num_heads
-    front, tail = segments_of(segments, seq_layer)
+    of = head_of(located, num_layers, stride_blocks)
     number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = number < num_rows
     at = tl.program_id(0).to(tl.int64) * num_rows + number
     entry = tl.load(index + at, mask=wanted, other=-1).to(tl.int32)
     rows = changed_rows_at(
-        addresses, entry, wanted & (entry >= 0), origin, new_row, new, num_places, num_new, front, tail,
-        blocks + seq_layer.to(tl.int64) * stride_blocks, pages, tl.load(layers + seq_layer),
-        tl.program_id(0) % num_heads, num_heads, num_layers, stride_block, stride_head, stride_dim, stride_slot, PLANE,
-        ELEMENT, tl.float32, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        located, of, entry, wanted & (entry >= 0), changed, num_places, num_new, strides, PLANE, ELEMENT, tl.float32,
+        HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)[None, :]
     tl.store(out + at[:, None] * HEAD_SIZE + dims, rows, mask=wanted[:, None] & (dims < HEAD_SIZE))
@@ -167,36 +133,26 @@ def read_rows(
 
 @triton.jit(do_not_specialize=CHANGING)
 def write_rows(
-    addresses, layers, blocks, pages, places, rows, num_heads, num_layers, num_rows,
-    stride_blocks, stride_block, stride_head, stride_dim, stride_slot,
+    located, places, rows, strides, num_layers, num_rows, stride_blocks,
     PLANE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes keys or values to slots; none where the place is negative. Grid: heads, tiles of rows."""
-    seq_layer = tl.program_id(0) // num_heads
-    head = tl.program_id(0) % num_heads
+    of = head_of(located, num_layers, stride_blocks)
     number = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.program_id(0).to(tl.int64) * num_rows + number
     slot = tl.load(places + at, mask=number < num_rows, other=-1).to(tl.int32)
-    table = blocks + seq_layer.to(tl.int64) * stride_blocks
     # All of them are in the front.
-    layer, block, head, offset, live = entry_place(
-        slot, slot >= 0, slot + 1, 0, table, pages, tl.load(layers + seq_layer), head, num_heads, num_layers, BLOCK_SIZE
-    )
+    to, live = entry_place(slot, slot >= 0, slot + 1, 0, located.pages, of, BLOCK_SIZE)
     dims = tl.arange(0, BLOCK_D)[None, :]
     wanted = live[:, None] & (dims < HEAD_SIZE)
     found = tl.load(rows + at[:, None] * HEAD_SIZE + dims, mask=wanted)
-    to = cells_at(
-        addresses, layer, block, head, offset, stride_block, stride_head, stride_dim, stride_slot, PLANE, ELEMENT,
-        BLOCK_D,
-    )  # fmt: skip
-    tl.store(to, found.to(ELEMENT), mask=wanted)
+    tl.store(cells_at(located, to, strides, PLANE, ELEMENT, BLOCK_D), found.to(ELEMENT), mask=wanted)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def move_rows(
-    addresses, layers, blocks, segments, pages, to_blocks, to_pages, kept, staging, num_heads, num_layers, num_slots,
-    stride_blocks, stride_to_blocks, stride_block, stride_head, stride_dim, stride_slot,
+    located, to_blocks, to_pages, kept, staging, strides, num_layers, num_slots, stride_blocks, stride_to_blocks,
     FIRST_PLANE: tl.constexpr, WRITE: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -206,49 +162,35 @@ def move_rows(
     planes from FIRST_PLANE on.
     """
     plane = FIRST_PLANE + tl.program_id(2)
-    seq_layer = tl.program_id(0) // num_heads
-    head = tl.program_id(0) % num_heads
-    front, tail = segments_of(segments, seq_layer)
     slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = slot < num_slots
     row = tl.program_id(0).to(tl.int64) * num_slots + slot
     entry = tl.load(kept + row, mask=inside, other=-1).to(tl.int32)
-    own_layer = tl.load(layers + seq_layer)
-    table = blocks + seq_layer.to(tl.int64) * stride_blocks
-    layer, block, of_head, offset, live = entry_place(
-        entry, inside & (entry >= 0), front, tail, table, pages, own_layer, head, num_heads, num_layers, BLOCK_SIZE
-    )
-    to_table = to_blocks + seq_layer.to(tl.int64) * stride_to_blocks
-    to_layer, to_block, to_head, to_offset, inside = entry_place(
-        slot, inside, num_slots, 0, to_table, to_pages, own_layer, head, num_heads, num_layers, BLOCK_SIZE
-    )
-    leaves = (block != to_block) | (offset != to_offset)
-    if (pages is not None) | (to_pages is not None):
-        leaves = leaves | (layer != to_layer) | (of_head != to_head)
+    of = head_of(located, num_layers, stride_blocks)
+    to_table = to_blocks + (tl.program_id(0) // located.num_heads).to(tl.int64) * stride_to_blocks
+    of_new = Head(0, 0, to_table, of.layer, of.head, of.num_heads, of.num_layers)
+    old, live = entry_place(entry, inside & (entry >= 0), of.front, of.tail, located.pages, of, BLOCK_SIZE)
+    new, inside = entry_place(slot, inside, num_slots, 0, to_pages, of_new, BLOCK_SIZE)
+    leaves = (old.block != new.block) | (old.offset != new.offset)
+    if (located.pages is not None) | (to_pages is not None):
+        leaves = leaves | (old.layer != new.layer) | (old.head != new.head)
     moves = live & inside & leaves
     dims = tl.arange(0, BLOCK_D)[None, :]
     at = (tl.program_id(2) * tl.num_programs(0).to(tl.int64) * num_slots + row)[:, None] * HEAD_SIZE + dims
     moving = moves[:, None] & (dims < HEAD_SIZE)
     if WRITE:
         found = tl.load(staging + at, mask=moving, other=0.0)
-        to = cells_at(
-            addresses, to_layer, to_block, to_head, to_offset, stride_block, stride_head, stride_dim, stride_slot,
-            plane, ELEMENT, BLOCK_D,
-        )  # fmt: skip
+        to = cells_at(located, new, strides, plane, ELEMENT, BLOCK_D)
         tl.store(to, found, mask=(moves | (inside & ~live))[:, None] & (dims < HEAD_SIZE))
     else:
-        source = cells_at(
-            addresses, layer, block, of_head, offset, stride_block, stride_head, stride_dim, stride_slot, plane,
-            ELEMENT, BLOCK_D,
-        )  # fmt: skip
+        source = cells_at(located, old, strides, plane, ELEMENT, BLOCK_D)
         tl.store(staging + at, tl.load(source, mask=moving), mask=moving)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def find_similar(
-    addresses, layers, blocks, segments, pages, origin, new_row, new, sources, targets, usable, similarity, best,
-    num_heads, num_layers, num_sources, num_targets, num_places, num_new,
-    stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    located, changed, sources, targets, usable, similarity, best, strides, num_layers, num_sources, num_targets,
+    num_places, num_new, stride_blocks,
     ELEMENT: tl.constexpr, COMPUTE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -257,18 +199,13 @@ def find_similar(
     Products of keys in their stored type, to which new ones are rounded, are exact except for the order of the sum;
     they are divided by norms afterwards.
     """
-    seq_layer = tl.program_id(0) // num_heads
-    head = tl.program_id(0) % num_heads
-    front, tail = segments_of(segments, seq_layer)
-    table = blocks + seq_layer.to(tl.int64) * stride_blocks
-    layer = tl.load(layers + seq_layer)
+    of = head_of(located, num_layers, stride_blocks)
     number = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.program_id(0).to(tl.int64) * num_sources + number
     source = tl.load(sources + at, mask=number < num_sources, other=-1).to(tl.int32)
     m = changed_rows_at(
-        addresses, source, source >= 0, origin, new_row, new, num_places, num_new, front, tail, table, pages, layer,
-        head, num_heads, num_layers, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, KEYS, ELEMENT,
-        COMPUTE, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        located, of, source, source >= 0, changed, num_places, num_new, strides, KEYS, ELEMENT, COMPUTE, HEAD_SIZE,
+        BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     m_norm = tl.sqrt(tl.sum(m.to(tl.float32) * m.to(tl.float32), 1))
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -280,9 +217,8 @@ def find_similar(
         target = tl.load(targets + base + place, mask=live, other=-1).to(tl.int32)
         allowed = tl.load(usable + base + place, mask=live, other=0) != 0
         c = changed_rows_at(
-            addresses, target, allowed & (target >= 0), origin, new_row, new, num_places, num_new, front, tail, table,
-            pages, layer, head, num_heads, num_layers, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, KEYS,
-            ELEMENT, COMPUTE, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+            located, of, target, allowed & (target >= 0), changed, num_places, num_new, strides, KEYS, ELEMENT, COMPUTE,
+            HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
         )  # fmt: skip
         c_norm = tl.sqrt(tl.sum(c.to(tl.float32) * c.to(tl.float32), 1))
         products = tl.dot(m, tl.trans(c), input_precision="ieee")
@@ -317,19 +253,13 @@ def seen_logits(
 
 @triton.jit
 def entries_at(
-    addresses, layers, blocks, segments, pages, log_votes, positions, entry, num_heads, num_layers, num_entries,
-    stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    located, log_votes, positions, entry, strides, num_layers, num_entries, stride_blocks,
     ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """(keys ``[BLOCK_D, n]`` float32, votes, positions, whether there is one) of some entries of a head."""
-    seq_layer = tl.program_id(0) // num_heads
-    front, tail = segments_of(segments, seq_layer)
+    of = head_of(located, num_layers, stride_blocks)
     live = entry < num_entries
-    rows = rows_at(
-        addresses, entry, live, front, tail, blocks + seq_layer.to(tl.int64) * stride_blocks, pages,
-        tl.load(layers + seq_layer), tl.program_id(0) % num_heads, num_heads, num_layers, stride_k_block, stride_k_head,
-        stride_k_dim, stride_k_slot, KEYS, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
-    )  # fmt: skip
+    rows = rows_at(located, of, entry, live, strides, KEYS, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D)
     at = tl.program_id(0).to(tl.int64) * num_entries + entry
     votes = tl.load(log_votes + at, mask=live, other=0.0)
     position = tl.load(positions + at, mask=live, other=-1)
@@ -338,9 +268,8 @@ def entries_at(
 
 @triton.jit(do_not_specialize=CHANGING)
 def newest_lse(
-    addresses, layers, blocks, segments, pages, queries, query_positions, log_votes, positions, lse, sinks, scale,
-    num_heads, num_layers, num_entries, window,
-    stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    located, queries, query_positions, log_votes, positions, lse, sinks, scale, strides, num_layers, num_entries,
+    window, stride_blocks,
     G: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
@@ -355,9 +284,8 @@ def newest_lse(
         total += 1.0
     for start in range(0, num_entries, BLOCK_N):
         k, votes, position, live = entries_at(
-            addresses, layers, blocks, segments, pages, log_votes, positions, start + tl.arange(0, BLOCK_N), num_heads,
-            num_layers, num_entries, stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, ELEMENT,
-            HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+            located, log_votes, positions, start + tl.arange(0, BLOCK_N), strides, num_layers, num_entries,
+            stride_blocks, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
         )  # fmt: skip
         logits = seen_logits(
             queries, query_positions, k, votes, position, live, rows, tl.program_id(1), window, scale, G, HEAD_SIZE,
@@ -374,18 +302,16 @@ def newest_lse(
 
 @triton.jit(do_not_specialize=CHANGING)
 def newest_columns(
-    addresses, layers, blocks, segments, pages, queries, query_positions, log_votes, positions, lse, fused, scale,
-    num_heads, num_layers, num_entries, window,
-    stride_blocks, stride_k_block, stride_k_head, stride_k_dim, stride_k_slot,
+    located, queries, query_positions, log_votes, positions, lse, fused, scale, strides, num_layers, num_entries,
+    window, stride_blocks,
     MAX: tl.constexpr, G: tl.constexpr, ELEMENT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attention to some entries, summed over query heads, then sum or largest over queries. Grid: heads, tiles."""
     entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k, votes, position, live = entries_at(
-        addresses, layers, blocks, segments, pages, log_votes, positions, entry, num_heads, num_layers, num_entries,
-        stride_blocks,
-        stride_k_block, stride_k_head, stride_k_dim, stride_k_slot, ELEMENT, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        located, log_votes, positions, entry, strides, num_layers, num_entries, stride_blocks, ELEMENT, HEAD_SIZE,
+        BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     result = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, window, BLOCK_M):

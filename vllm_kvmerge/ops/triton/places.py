@@ -7,6 +7,8 @@ pages is a ``HeadPages.table``.
 import triton
 import triton.language as tl
 
+from vllm_kvmerge.ops.triton.descriptors import Entry, Head
+
 KEYS = tl.constexpr(0)
 VALUES = tl.constexpr(1)
 LOG_VOTES = tl.constexpr(2)
@@ -48,25 +50,32 @@ def page_of(ids, page, live, num_heads, num_layers):
 
 
 @triton.jit
-def entry_place(entry, live, front, tail, blocks, pages, layer, head, num_heads, num_layers, BLOCK_SIZE: tl.constexpr):
-    """(layers, block ids int64, KV heads, offsets) of entries of a head, the program's on axis 0; and whether they are.
+def head_of(located, num_layers, stride_blocks):
+    """``Head`` of the program, on axis 0."""
+    seq_layer = tl.program_id(0) // located.num_heads
+    front, tail = 0, 0
+    if located.segments is not None:
+        front = tl.load(located.segments + seq_layer * 3).to(tl.int32)
+        tail = tl.load(located.segments + seq_layer * 3 + 1).to(tl.int32)
+    blocks = located.blocks + seq_layer.to(tl.int64) * stride_blocks
+    layer, head = tl.load(located.layers + seq_layer), tl.program_id(0) % located.num_heads
+    return Head(front, tail, blocks, layer, head, located.num_heads, num_layers)
 
-    blocks: those of the head's sequence layer. pages: a table with a list for each of the program's heads, where the
-    front is in pages, else None; there is nothing behind the list's entries.
-    """
+
+@triton.jit
+def entry_place(entry, live, front, tail, pages, of, BLOCK_SIZE: tl.constexpr):
+    """``Entry`` of entries of a head; and whether they are. pages: as in ``Located``; there is nothing behind the
+    entries of the head's list."""
     if pages is None:
-        block, offset = place_of(entry, live, front, tail, blocks, BLOCK_SIZE)
-        return layer, block, head, offset, live
+        block, offset = place_of(entry, live, front, tail, of.blocks, BLOCK_SIZE)
+        return Entry(of.layer, block, of.head, offset), live
     else:
         num_entries, _, ids = list_of(pages, tl.program_id(0), True)
         in_front = entry < front
         in_page = live & (entry < num_entries)
-        block, offset = place_of(entry, live & (entry >= front), front, tail, blocks, BLOCK_SIZE)
-        of_layer, of_block, of_head = page_of(ids, entry // BLOCK_SIZE, in_page, num_heads, num_layers)
-        return (
-            tl.where(in_front, of_layer, layer),
-            tl.where(in_front, of_block, block),
-            tl.where(in_front, of_head, head),
-            offset,
-            in_page | (live & (entry >= front)),
-        )
+        block, offset = place_of(entry, live & (entry >= front), front, tail, of.blocks, BLOCK_SIZE)
+        of_layer, of_block, of_head = page_of(ids, entry // BLOCK_SIZE, in_page, of.num_heads, of.num_layers)
+        layer = tl.where(in_front, of_layer, of.layer)
+        block = tl.where(in_front, of_block, block)
+        head = tl.where(in_front, of_head, of.head)
+        return Entry(layer, block, head, offset), in_page | (live & (entry >= front))

@@ -6,6 +6,7 @@ from torch import Tensor
 from vllm_kvmerge.ops import reference
 from vllm_kvmerge.ops.regression import MOST_PARTS, OutputDerivative
 from vllm_kvmerge.ops.triton import regression_kernels
+from vllm_kvmerge.ops.triton.descriptors import Fit
 from vllm_kvmerge.ops.triton.plan import power_of_two
 
 BLOCK = 1024
@@ -43,19 +44,18 @@ def solve_outputs(
         return reference.solve_outputs(right, derivative, ridge, iterations, tolerance)
     num_entries = derivative.values.shape[1]
     num_parts = max(1, min(MOST_PARTS, -(-num_entries // BLOCK_N)))
-    output = derivative.output
     residual, direction, solution = (torch.empty_like(right, memory_format=torch.contiguous_format) for _ in range(3))
     mean, numbers = right.new_empty(num_heads, num_rows), right.new_empty(num_heads, 2)
     parts = right.new_empty(num_parts, *right.shape)
     dims = max(16, power_of_two(size))
     constants = {"HEAD_SIZE": size, "BLOCK_R": BLOCK_R, "num_warps": 8 if dims > 64 else 4, "num_stages": 1}
-    state = output, residual, direction, solution, mean, numbers
+    fit = Fit(derivative.output, residual, direction, solution, mean, numbers)
     tickets = torch.empty(num_heads, dtype=torch.int32, device=right.device)
     regression_kernels.begin_solving[(num_heads,)](
-        right.contiguous(), *state, tickets, tolerance, num_rows, BLOCK_D=dims, **constants
+        right.contiguous(), fit, tickets, tolerance, num_rows, BLOCK_D=dims, **constants
     )
     given = (tensor.contiguous() for tensor in (derivative.weights, derivative.values, derivative.queries))
-    arguments = *given, derivative.free.contiguous().view(torch.uint8), parts, tickets, *state
+    arguments = *given, derivative.free.contiguous().view(torch.uint8), parts, tickets, fit
     for _ in range(iterations):
         regression_kernels.iterate[(num_heads, num_parts)](
             *arguments, derivative.scale, ridge, num_rows, num_entries, BLOCK_N=BLOCK_N, BLOCK_D=min(BLOCK_D, dims),

@@ -73,7 +73,7 @@ def store_rows(plane, at, inside, rows, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit(do_not_specialize=CHANGING)
 def begin_solving(
-    right, output, residual, direction, solution, mean, numbers, tickets, tolerance, num_rows,
+    right, fit, tickets, tolerance, num_rows,
     HEAD_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The state of conjugate gradients before the first iteration. numbers: ``[H, 2]``, the residual's square and that
@@ -84,16 +84,16 @@ def begin_solving(
         row = start + tl.arange(0, BLOCK_R)
         inside, at = row < num_rows, head * num_rows + row
         x = load_rows(right, at, inside, HEAD_SIZE, BLOCK_D)
-        store_rows(residual, at, inside, x, HEAD_SIZE, BLOCK_D)
-        store_rows(direction, at, inside, x, HEAD_SIZE, BLOCK_D)
-        store_rows(solution, at, inside, tl.zeros_like(x), HEAD_SIZE, BLOCK_D)
-        weighted = x * load_rows(output, at, inside, HEAD_SIZE, BLOCK_D)
-        tl.store(mean + at, tl.sum(weighted, 1), mask=inside)
+        store_rows(fit.residual, at, inside, x, HEAD_SIZE, BLOCK_D)
+        store_rows(fit.direction, at, inside, x, HEAD_SIZE, BLOCK_D)
+        store_rows(fit.solution, at, inside, tl.zeros_like(x), HEAD_SIZE, BLOCK_D)
+        weighted = x * load_rows(fit.output, at, inside, HEAD_SIZE, BLOCK_D)
+        tl.store(fit.mean + at, tl.sum(weighted, 1), mask=inside)
         size += tl.sum(x * x, 1)
     total = tl.sum(size, 0)
     tl.store(tickets + head, 0)
-    tl.store(numbers + head * 2, total)
-    tl.store(numbers + head * 2 + 1, tolerance * tolerance * total)
+    tl.store(fit.numbers + head * 2, total)
+    tl.store(fit.numbers + head * 2 + 1, tolerance * tolerance * total)
 
 
 @triton.jit
@@ -108,18 +108,15 @@ def product(
 
 
 @triton.jit
-def step_towards(
-    parts, output, residual, direction, solution, mean, numbers, ridge, num_rows,
-    HEAD_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def step_towards(parts, fit, ridge, num_rows, HEAD_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     """The rest of a head's iteration, once all parts of the direction's image are known."""
     head = tl.program_id(0).to(tl.int64)
-    size = tl.load(numbers + head * 2)
+    size = tl.load(fit.numbers + head * 2)
     bend = tl.zeros([BLOCK_R], tl.float32)
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         inside, at = row < num_rows, head * num_rows + row
-        x = load_rows(direction, at, inside, HEAD_SIZE, BLOCK_D)
+        x = load_rows(fit.direction, at, inside, HEAD_SIZE, BLOCK_D)
         image = ridge * x
         for part in range(0, tl.num_programs(1)):
             number = part * tl.num_programs(0).to(tl.int64) + head
@@ -132,30 +129,29 @@ def step_towards(
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         inside, at = row < num_rows, head * num_rows + row
-        x = load_rows(direction, at, inside, HEAD_SIZE, BLOCK_D)
-        new = load_rows(solution, at, inside, HEAD_SIZE, BLOCK_D) + length * x
-        store_rows(solution, at, inside, new, HEAD_SIZE, BLOCK_D)
+        x = load_rows(fit.direction, at, inside, HEAD_SIZE, BLOCK_D)
+        new = load_rows(fit.solution, at, inside, HEAD_SIZE, BLOCK_D) + length * x
+        store_rows(fit.solution, at, inside, new, HEAD_SIZE, BLOCK_D)
         image = load_rows(parts, at, inside, HEAD_SIZE, BLOCK_D)
-        new = load_rows(residual, at, inside, HEAD_SIZE, BLOCK_D) - length * image
-        store_rows(residual, at, inside, new, HEAD_SIZE, BLOCK_D)
+        new = load_rows(fit.residual, at, inside, HEAD_SIZE, BLOCK_D) - length * image
+        store_rows(fit.residual, at, inside, new, HEAD_SIZE, BLOCK_D)
         left += tl.sum(new * new, 1)
     new_size = tl.sum(left, 0)
     tl.debug_barrier()
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         inside, at = row < num_rows, head * num_rows + row
-        x = load_rows(direction, at, inside, HEAD_SIZE, BLOCK_D) * (new_size / size)
-        x += load_rows(residual, at, inside, HEAD_SIZE, BLOCK_D)
-        store_rows(direction, at, inside, x, HEAD_SIZE, BLOCK_D)
-        weighted = x * load_rows(output, at, inside, HEAD_SIZE, BLOCK_D)
-        tl.store(mean + at, tl.sum(weighted, 1), mask=inside)
-    tl.store(numbers + head * 2, new_size)
+        x = load_rows(fit.direction, at, inside, HEAD_SIZE, BLOCK_D) * (new_size / size)
+        x += load_rows(fit.residual, at, inside, HEAD_SIZE, BLOCK_D)
+        store_rows(fit.direction, at, inside, x, HEAD_SIZE, BLOCK_D)
+        weighted = x * load_rows(fit.output, at, inside, HEAD_SIZE, BLOCK_D)
+        tl.store(fit.mean + at, tl.sum(weighted, 1), mask=inside)
+    tl.store(fit.numbers + head * 2, new_size)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def iterate(
-    weights, values, queries, free, parts, tickets, output, residual, direction, solution, mean, numbers, scale, ridge,
-    num_rows, num_entries,
+    weights, values, queries, free, parts, tickets, fit, scale, ridge, num_rows, num_entries,
     HEAD_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALL_D: tl.constexpr,
 ):  # fmt: skip
     """One iteration of conjugate gradients, of heads that have not come to their end. Grid: heads, parts.
@@ -168,7 +164,7 @@ def iterate(
     """
     head = tl.program_id(0).to(tl.int64)
     TWO: tl.constexpr = HEAD_SIZE > BLOCK_D
-    if tl.load(numbers + head * 2) > tl.load(numbers + head * 2 + 1):
+    if tl.load(fit.numbers + head * 2) > tl.load(fit.numbers + head * 2 + 1):
         number = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + head) * num_rows
         later = tl.num_programs(1) * BLOCK_N
         for first in range(tl.program_id(1) * BLOCK_N, num_entries, tl.num_programs(1) * BLOCK_N):
@@ -181,12 +177,12 @@ def iterate(
             for start in range(0, num_rows, BLOCK_R):
                 row = start + tl.arange(0, BLOCK_R)
                 inside, at = row < num_rows, head * num_rows + row
-                b = product(direction, values, at, inside, place, there, HEAD_SIZE, BLOCK_D, 0)
+                b = product(fit.direction, values, at, inside, place, there, HEAD_SIZE, BLOCK_D, 0)
                 if TWO:
-                    b += product(direction, values, at, inside, place, there, HEAD_SIZE, BLOCK_D, BLOCK_D)
+                    b += product(fit.direction, values, at, inside, place, there, HEAD_SIZE, BLOCK_D, BLOCK_D)
                 mask = inside[:, None] & moves[None, :]
                 a = tl.load(weights + at[:, None] * num_entries + entry[None, :], mask=mask, other=0.0)
-                b = (b - tl.load(mean + at, mask=inside, other=0.0)[:, None]) * a
+                b = (b - tl.load(fit.mean + at, mask=inside, other=0.0)[:, None]) * a
                 q = load_rows(queries, at, inside, HEAD_SIZE, BLOCK_D)
                 keys += tl.dot(tl.trans(q), b, input_precision=PRODUCTS)
                 if TWO:
@@ -206,14 +202,14 @@ def iterate(
                 moved *= tl.load(weights + at[:, None] * num_entries + entry[None, :], mask=mask, other=0.0)
                 total = tl.sum(moved, 1)[:, None]
                 v = load_rows(values, place, there, HEAD_SIZE, BLOCK_D)
-                f = load_rows(output, at, inside, HEAD_SIZE, BLOCK_D)
+                f = load_rows(fit.output, at, inside, HEAD_SIZE, BLOCK_D)
                 change = tl.dot(moved, v, input_precision=PRODUCTS) - total * f
                 if first >= later:  # what the same threads have stored
                     change += load_rows(parts, number + row, inside, HEAD_SIZE, BLOCK_D)
                 store_rows(parts, number + row, inside, change, HEAD_SIZE, BLOCK_D)
                 if TWO:
                     v = load_rows(values, place, there, HEAD_SIZE, BLOCK_D, BLOCK_D)
-                    f = load_rows(output, at, inside, HEAD_SIZE, BLOCK_D, BLOCK_D)
+                    f = load_rows(fit.output, at, inside, HEAD_SIZE, BLOCK_D, BLOCK_D)
                     change = tl.dot(moved, v, input_precision=PRODUCTS) - total * f
                     if first >= later:
                         change += load_rows(parts, number + row, inside, HEAD_SIZE, BLOCK_D, BLOCK_D)
@@ -222,6 +218,4 @@ def iterate(
         ticket = tl.atomic_add(tickets + head, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
         if ticket % tl.num_programs(1) == tl.num_programs(1) - 1:
-            step_towards(
-                parts, output, residual, direction, solution, mean, numbers, ridge, num_rows, HEAD_SIZE, BLOCK_R, ALL_D
-            )
+            step_towards(parts, fit, ridge, num_rows, HEAD_SIZE, BLOCK_R, ALL_D)
