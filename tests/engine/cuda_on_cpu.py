@@ -156,7 +156,8 @@ def verified(llm: LLM, core: EngineCore, job: list) -> list:
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     assert llm.reset_prefix_cache()  # of a pool as small as this one, all blocks are in it
     answer = list(output.outputs[0].token_ids)
-    asked = {"key": "key", "answer": answer, "seconds": 300.0, "max_tokens": 1000, "is_last": True}
+    asked = {"key": "key", "answer": answer, "seconds": 300.0, "max_tokens": 1000}
+    asked |= {"may_evict": False, "is_last": True}
     result = core.scheduler.verify(json.dumps(asked))
     while not result.done():
         assert core.scheduler.has_requests() or core.batch_queue

@@ -21,8 +21,16 @@ def answered(engine, params: SamplingParams, prompt: list[int] = PROMPT, key: st
     return tokens
 
 
-def ask(engine, answer: list[int], key: str = "key", max_tokens: int = 4096, seconds: float = 60.0):
-    asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": max_tokens, "is_last": False}
+def ask(
+    engine,
+    answer: list[int],
+    key: str = "key",
+    max_tokens: int = 4096,
+    seconds: float = 60.0,
+    may_evict: bool = False,
+):
+    asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": max_tokens}
+    asked |= {"may_evict": may_evict, "is_last": False}
     return engine.scheduler.verify(json.dumps(asked))
 
 
@@ -122,6 +130,7 @@ def test_blocks_of_the_prefix_cache_stay_and_none_are_added(engine):
         engine.pool.free_block_queue.remove(block)
     future = ask(engine, answer)
     assert not engine.scheduler._verifications.is_at_work and not future.done()
+    assert len(step_until(engine, ask(engine, answer, may_evict=True))["agrees"]) == len(answer)
     engine.pool.free_block_queue.append_n(unhashed)
     engine.tokens([PROMPT[:40]], greedy(max_tokens=2))
     assert len(step_until(engine, future)["agrees"]) == len(answer)

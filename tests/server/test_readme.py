@@ -27,8 +27,11 @@ from vllm_kvmerge.evaluation.runner import cells_of
 pytestmark = pytest.mark.engine
 
 LATER = "overflows", "not_offloaded_requests", "refreshes", "context_hits", "context_hit_tokens", "context_misses"
-NOT_YET = {f"vllm:kvmerge_{what}_total" for what in LATER} | {"vllm:kvmerge_refresh_seconds"}
-"""Metrics without a sample before something overflows, is refreshed (``test_limits``) or found (``test_contexts``)."""
+VERIFIED = "verified_tokens", "agreeing_tokens", "verification_tokens", "not_verified_answers", "fallback_answers"
+NOT_YET = {f"vllm:kvmerge_{what}_total" for what in (*LATER, *VERIFIED, "repeating_answers")}
+NOT_YET |= {"vllm:kvmerge_refresh_seconds", "vllm:kvmerge_log_prob_drop"}
+"""Metrics without a sample before something overflows, is refreshed (``test_limits``), found (``test_contexts``) or
+verified (``test_verification``), or an answer repeats itself."""
 
 README = ROOT / "README.md"
 QUICKSTART = ROOT / "docs/quickstart.md"
@@ -118,7 +121,7 @@ def test_a_mistake_is_named(outputs):
 def test_metrics_are_all_there(outputs):
     rows = re.findall(r"^\| (`vllm:kvmerge.*?) \|", (ROOT / "docs/operations.md").read_text(), re.M)
     named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
-    assert len(named) == 27
+    assert len(named) == 34
     printed = {line.split("{")[0].split(" ")[0] for line in outputs[4].splitlines() if not line.startswith("#")}
     for name in named - NOT_YET:
         assert name in printed or f"{name}_count" in printed, name

@@ -220,17 +220,15 @@ class MergeableAttentionManager(FullAttentionManager):
         queue.prepend_n(superseded)
         self._superseded.clear()
 
-    def offer_unhashed(self, num_blocks: int) -> bool:
-        """Makes free blocks that are not in the prefix cache the next to be given out; False if there are not so
-        many."""
+    def offer_unhashed(self, num_blocks: int) -> int:
+        """Makes so many free blocks that are not in the prefix cache, or all there are, the next to be given out;
+        returns their number."""
         queue = self.block_pool.free_block_queue
         unhashed = [block for block in queue.iter_blocks_after(None) if block.block_hash is None][:num_blocks]
-        if len(unhashed) < num_blocks:
-            return False
         for block in unhashed:
             queue.remove(block)
         queue.prepend_n(unhashed)
-        return True
+        return len(unhashed)
 
     def relocate(
         self,

@@ -69,10 +69,11 @@ class RepeatingRequest(InternalRequest):
 class VerifyingRequest(InternalRequest):
     """The request that computes an answer's tokens with the full cache, after the same prompt.
 
-    answer: token ids. It may hit blocks in the prefix cache up to the token whose logits are the first to be compared.
+    answer: token ids. may_evict: blocks that only the prefix cache holds. It may hit blocks there up to the token whose
+    logits are the first to be compared.
     """
 
-    def __init__(self, name: str, parent: Request, answer: list[int], hash_block_size: int) -> None:
+    def __init__(self, name: str, parent: Request, answer: list[int], may_evict: bool, hash_block_size: int) -> None:
         assert parent.prompt_token_ids is not None
         super().__init__(
             request_id=name,
@@ -85,5 +86,5 @@ class VerifyingRequest(InternalRequest):
             cache_salt=parent.cache_salt,
             priority=LAST,
         )
-        self.answer, self.start = answer, parent.num_prompt_tokens - 1
+        self.answer, self.may_evict, self.start = answer, may_evict, parent.num_prompt_tokens - 1
         self.block_hashes = parent.block_hashes[: self.start // hash_block_size]

@@ -244,7 +244,10 @@ class CompressionSchedulerMixin(Scheduler):
             known = manager.coordinator.find_longest_cache_hit(internal.block_hashes, internal.start)[1]
         num_tokens = internal.num_tokens - known
         needed = sum(cdiv(num_tokens, one.block_size) for one in self._managers)
-        return num_tokens, self._manager.offer_unhashed(needed)
+        has_room = self._manager.offer_unhashed(needed) == needed
+        if internal.may_evict:
+            has_room = self._manager.block_pool.get_num_free_blocks() >= needed
+        return num_tokens, has_room
 
     def _has_waiting(self) -> bool:
         """Whether a user's request waits for a place to run."""

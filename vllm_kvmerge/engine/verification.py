@@ -51,13 +51,15 @@ def repeats(tokens: Sequence[int]) -> bool:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Asked:
-    """An answer that is being verified. prompt: its request. until: when it is given up (``time.monotonic()``).
-    tokens: computed for it. is_computed: the last step for it has been scheduled. scores: of its tokens, by index."""
+    """An answer that is being verified. prompt: its request. may_evict: as in ``VerifyingRequest``; a user waits for
+    it. until: when it is given up (``time.monotonic()``). tokens: computed for it. is_computed: the last step for it
+    has been scheduled. scores: of its tokens, by index."""
 
     prompt: Request
     answer: list[int]
+    may_evict: bool
     until: float
     result: Future[str]
     tokens: int = 0
@@ -73,8 +75,8 @@ class Verifications:
     """Has answers computed again by internal requests, while no user waits.
 
     hash_block_size: of the prefix cache. queue: has an internal request scheduled. end: ends requests, by id.
-    free_blocks: of a request, tokens that are still to be computed, and whether free blocks suffice for them that are
-    not in the prefix cache; these are then the next to be given out.
+    free_blocks: of a request, tokens that are still to be computed, and whether free blocks suffice for them that it
+    may have; those that are not in the prefix cache are then the next to be given out.
     """
 
     def __init__(
@@ -112,14 +114,16 @@ class Verifications:
 
     def ask(self, text: str) -> Future[str]:
         """Has an answer verified. text: JSON of ``key``, ``answer`` (token ids), ``seconds``, after which it is given
-        up, ``max_tokens``, the most to compute for it, and ``is_last``, if nothing more is asked for the key. Returns
+        up, ``max_tokens``, the most to compute for it, ``may_evict``, whether blocks may be taken that only the prefix
+        cache holds, and ``is_last``, if nothing more is asked for the key. Returns
         JSON of ``skipped``, a reason, or of ``log_probs`` and ``agrees`` by token, and ``tokens``, how many were
         computed."""
         asked, result = json.loads(text), Future[str]()
         request = self._known.get(asked["key"])
         if request is not None and asked["is_last"]:
             self._forget(asked["key"])
-        one = _Asked(request, asked["answer"], time.monotonic() + asked["seconds"], result)  # type: ignore[arg-type]
+        until = time.monotonic() + asked["seconds"]
+        one = _Asked(request, asked["answer"], asked["may_evict"], until, result)  # type: ignore[arg-type]
         if request is None or request.prompt_token_ids is None or not asked["answer"]:
             one.end(skipped="unknown")
             return result
@@ -133,7 +137,7 @@ class Verifications:
     def _internal(self, one: _Asked) -> VerifyingRequest:
         self._count += 1
         name = f"{one.prompt.request_id}/verification-{self._count}"
-        return VerifyingRequest(name, one.prompt, one.answer, self._hash_block_size)
+        return VerifyingRequest(name, one.prompt, one.answer, one.may_evict, self._hash_block_size)
 
     def begin_step(self, has_waiting: Callable[[], bool], has_place: bool) -> None:
         """Queues the next one if no user waits. has_waiting: whether one does. has_place: another request may run."""
@@ -151,14 +155,23 @@ class Verifications:
                 self._give_up(internal)
         if self._at_work:
             return
-        if self._held and has_place and not has_waiting():
-            internal = self._internal(self._held[0])
+        if not self._held or not has_place or has_waiting():
+            return
+        for one in self._next():
+            internal = self._internal(one)
             needed, has_blocks = self._free_blocks(internal)
             if has_blocks:
-                one = self._held.popleft()
+                self._held.remove(one)
                 one.tokens = needed
                 self._at_work[internal.request_id] = internal, one
                 self._queue(internal)
+                return
+
+    def _next(self) -> list[_Asked]:
+        """Those to begin with, the first that finds room: what a user waits for comes first."""
+        awaited = next((one for one in self._held if one.may_evict), None)
+        others = next((one for one in self._held if not one.may_evict), None)
+        return [one for one in (awaited, others) if one is not None]
 
     def _give_up(self, internal: VerifyingRequest) -> None:
         _, one = self._at_work.pop(internal.request_id)

@@ -50,10 +50,11 @@ class Verifier:
         share = self._config.verify_share
         return share > 0.0 and zlib.crc32(request_id.encode()) < share * 2**32
 
-    async def ask(self, key: str, answer: list[int], is_last: bool) -> dict[str, Any]:
+    async def ask(self, key: str, answer: list[int], may_evict: bool, is_last: bool) -> dict[str, Any]:
         seconds = self._config.verify_seconds
         most = self._config.verify_max_tokens
-        asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": most, "is_last": is_last}
+        asked = {"key": key, "answer": answer, "seconds": seconds, "max_tokens": most}
+        asked |= {"may_evict": may_evict, "is_last": is_last}
         call = self._engine_client.engine_core.call_utility_async("kvmerge_verify", json.dumps(asked))  # type: ignore[attr-defined]
         try:
             found: dict[str, Any] = json.loads(await asyncio.wait_for(call, seconds))
@@ -125,7 +126,8 @@ class Verification:
     async def _verified(self, sequence: _Sequence, is_last: bool) -> Verified:
         found: dict[str, Any] = {"skipped": "unsupported"}
         if self._is_able:
-            found = await self._verifier.ask(self._key, sequence.tokens, is_last)
+            # Whoever asks for it may have what any request of theirs might; a share takes nothing from anybody.
+            found = await self._verifier.ask(self._key, sequence.tokens, self.is_asked, is_last)
         skipped: str | None = found.get("skipped")
         agrees: list[bool] = found.get("agrees", [])
         count, is_sampled = len(agrees), self._params.temperature > 0.0

@@ -129,7 +129,8 @@ class Driver:
 
     def verify(self, which: int) -> None:
         name, answer = self.answers.pop(which % len(self.answers))
-        asked = {"key": name, "answer": answer, "seconds": 3600.0, "max_tokens": 1000, "is_last": True}
+        asked = {"key": name, "answer": answer, "seconds": 3600.0, "max_tokens": 1000}
+        asked |= {"may_evict": which % 2 == 0, "is_last": True}
         self.verified.append((self.scheduler.verify(json.dumps(asked)), len(answer)))
         self._did("verifications")
 
