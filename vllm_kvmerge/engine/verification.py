@@ -115,17 +115,19 @@ class Verifications:
     def ask(self, text: str) -> Future[str]:
         """Has an answer verified. text: JSON of ``key``, ``answer`` (token ids), ``seconds``, after which it is given
         up, ``max_tokens``, the most to compute for it, ``may_evict``, whether blocks may be taken that only the prefix
-        cache holds, and ``is_last``, if nothing more is asked for the key. Returns
-        JSON of ``skipped``, a reason, or of ``log_probs`` and ``agrees`` by token, and ``tokens``, how many were
-        computed."""
+        cache holds, and ``is_last``, if nothing more is asked for the key. Returns JSON of ``skipped``, a reason, or of
+        ``log_probs`` and ``agrees`` by token, and ``tokens``, how many were computed."""
         asked, result = json.loads(text), Future[str]()
         request = self._known.get(asked["key"])
         if request is not None and asked["is_last"]:
             self._forget(asked["key"])
         until = time.monotonic() + asked["seconds"]
         one = _Asked(request, asked["answer"], asked["may_evict"], until, result)  # type: ignore[arg-type]
-        if request is None or request.prompt_token_ids is None or not asked["answer"]:
+        if request is None or not asked["answer"]:
             one.end(skipped="unknown")
+            return result
+        if request.prompt_token_ids is None or request.mm_features:
+            one.end(skipped="unsupported")
             return result
         needed, _ = self._free_blocks(self._internal(one))
         if needed > asked["max_tokens"]:

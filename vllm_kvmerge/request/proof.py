@@ -53,8 +53,9 @@ class Verified(BaseModel):
     tokens_computed: int = Field(description="Tokens of prompt and answer that were computed for it.")
     skipped: str | None = Field(
         None,
-        description="Why nothing was compared. `no_room`: no time or blocks without taking them from others. "
-        "`too_long`: more tokens than `verify_max_tokens`. `unsupported`: a grammar, an adapter, or the like.",
+        description="Why nothing was compared. `no_room`: users left none in time. `too_long`: more tokens than "
+        "`verify_max_tokens`. `unsupported`: images, embeddings. `unknown`: nothing was generated, or the engine does "
+        "not know the request any more.",
     )
 
     @classmethod
