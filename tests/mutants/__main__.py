@@ -2,12 +2,12 @@
 
     python -m tests.mutants [WORD...]            those whose fault, symbol or file has a WORD; default: all
     python -m tests.mutants --reach PATH...      measures again which symbols the tests of PATH reach
-    python -m tests.mutants --list               what has come out, as in tests/mutants/README.md
+    python -m tests.mutants --list               what has come out
 
-First each is tried with the test that README.md names for it. For the others, one run of the fast layer measures which
-tests reach which symbol. Everything is done in copies of the checkout below build/mutants. What a test has found counts
-if it passes without a fault, which is checked last. Run it again to go on after an interruption; ``--again`` runs those
-that have survived once more, ``--anew`` all.
+First each is tried with the test that is known to find it (``found_by``). For the others, one run of the fast layer
+measures which tests reach which symbol. Everything is done in copies of the checkout below build/mutants. What a test
+has found counts if it passes without a fault, which is checked last. Run it again to go on after an interruption;
+``--again`` runs those that have survived once more, ``--anew`` all.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha1
 from itertools import accumulate
 from pathlib import Path
@@ -214,19 +214,13 @@ def check_finders(folder: Path, found: set[str | None]) -> None:
 
 
 def key(mutant: Mutant) -> str:
-    return sha1(json.dumps(asdict(mutant)).encode()).hexdigest()[:12]
+    return sha1(json.dumps(asdict(replace(mutant, found_by=""))).encode()).hexdigest()[:12]
 
 
 def results() -> dict[str, dict]:
     path = BUILD / "results.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return {one["key"]: one for one in map(json.loads, lines)}
-
-
-def earlier_finders() -> dict[str, str]:
-    """By fault, the test that README.md names."""
-    text = (Path(__file__).parent / "README.md").read_text()
-    return dict(re.findall(r"^- (.*)\. `[^`]*` `(.*::.*)`$", text, re.M))
 
 
 def missing(mutant: Mutant) -> str:
@@ -326,9 +320,8 @@ def main() -> None:
         if not missing(mutant)
         if key(mutant) not in done or (args.again and not done[key(mutant)]["found_by"])
     ]
-    finders = earlier_finders()
-    named = [mutant for mutant in waiting if mutant.fault in finders]
-    found = on_copies(args.jobs, named, lambda mutant, folder: run(mutant, folder, {finders[mutant.fault]: 1.0}))
+    named = [mutant for mutant in waiting if mutant.found_by]
+    found = on_copies(args.jobs, named, lambda mutant, folder: run(mutant, folder, {mutant.found_by: 1.0}))
     others = [mutant for mutant in waiting if mutant not in found]
     reach = known_reach()
     if {one.symbol for one in others if not one.tests} - reach.keys():

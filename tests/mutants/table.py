@@ -5,6 +5,7 @@ lines elsewhere. ``tests/mutants/*.yaml`` lists them:
 
 - fault: what would be wrong with the product
   symbol: vllm_kvmerge.policies.mergers.zip:Zip.merge   # or a file of C++ and a function, csrc/cpu/zipping.cpp:zip
+  found_by: a test of the fast layer that fails with it, run alone, and passes without it
   old: text of the symbol's source, found there once; no text: the whole body of a function
   new: what takes its place
   tests: those that are to find it (default: all that reach the symbol)
@@ -31,6 +32,7 @@ class Mutant:
     fault: str
     symbol: str
     new: str
+    found_by: str = ""
     old: str = ""
     tests: tuple[str, ...] = ()
     row: int | None = None
