@@ -145,7 +145,7 @@ def test_users_come_first_and_are_not_changed(engine):
     assert engine.llm.reset_prefix_cache()
     answer = answered(engine, greedy("snapkv", 40, budget=48), prompt := random_prompt(rng, 2500))
     assert engine.llm.reset_prefix_cache()
-    queued = engine.scheduler._queue_verification
+    queued = engine.scheduler._queue_internal
     with pytest.MonkeyPatch.context() as patch, engine.with_blocks(110):
         tries = []
         patch.setattr(engine.scheduler._verifications, "_queue", lambda one: (tries.append(one), queued(one)))

@@ -120,12 +120,12 @@ class CompressionSchedulerMixin(Scheduler):
             self._states,
             keys,
             limits.max_bytes if self.kv_cache_manager.enable_caching else 0,
-            queue=self._queue_repetition,
+            queue=self._queue_internal,
             end=self._end_internal,
         )
         self._verifications = Verifications(
             manager.block_pool.hash_block_size,
-            queue=self._queue_verification,
+            queue=self._queue_internal,
             end=self._end_internal,
             free_blocks=self._free_blocks_for,
         )
@@ -225,17 +225,14 @@ class CompressionSchedulerMixin(Scheduler):
         ]
         self.kv_cache_manager.block_pool.evict_blocks({block.block_id for block in blocks})
 
-    def _queue_repetition(self, internal: RepeatingRequest) -> None:
+    def _queue_internal(self, internal: InternalRequest) -> None:
         self.requests[internal.request_id] = internal
         if self.connector is not None:
             self._hidden.add(internal.request_id)
-        self.waiting.prepend_request(internal)
-
-    def _queue_verification(self, internal: VerifyingRequest) -> None:
-        self.requests[internal.request_id] = internal
-        if self.connector is not None:
-            self._hidden.add(internal.request_id)
-        self.waiting.add_request(internal)
+        if isinstance(internal, RepeatingRequest):
+            self.waiting.prepend_request(internal)
+        else:
+            self.waiting.add_request(internal)
 
     def _free_blocks_for(self, internal: VerifyingRequest) -> tuple[int, bool]:
         """``Verifications``' ``free_blocks``."""
