@@ -103,6 +103,7 @@ def test_a_prompt_is_kept_and_asked(server, contexts_dir):
     for answer in (ask(server, prompt=QUESTION, **named), httpx.delete(address)):
         assert answer.status_code == 404 and kept["id"] in answer.json()["error"]["message"]
     assert httpx.get(server.url + ROUTE).json()["data"] == [] and not list(contexts_dir.iterdir())
+    assert server.metric("vllm:kvmerge_kept_contexts") == 0
 
 
 @pytest.mark.parametrize("field", [{"budget": 0.3}, FIELD | {"protect": {"messages": ["user"]}, "budget": 0.3}])

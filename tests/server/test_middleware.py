@@ -244,5 +244,5 @@ def test_reports_of_the_newest_stored_responses_are_kept(monkeypatch: pytest.Mon
     monkeypatch.setattr(middleware, "MOST_STORED", 2)
     one = CompressionFieldMiddleware(echo_app())
     for name in "abc":
-        one._store(name, Answer())
+        one.store(name, Answer())
     assert list(one._stored) == ["b", "c"]

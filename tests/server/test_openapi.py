@@ -50,8 +50,9 @@ def test_generation_bodies_have_the_field(app: FastAPI) -> None:
     for name in TAKING:
         field = models[name]["properties"]["kv_compression"]
         assert "$defs" not in field
-        by_policy, without, named_context = field["anyOf"]
+        by_policy, without, named_context, *auto = field["anyOf"]
         assert named_context["required"] == ["context"]
+        assert [one["required"] for one in auto] == [["budget", "min_agreement"]] * name.startswith("Chat")
         assert set(by_policy["discriminator"]["mapping"]) == {"full", *PRESETS}
         assert without["required"] == ["budget"] and "policy" not in without["properties"]
         named = {ref.rsplit("/", 1)[1] for ref in references(field)}
@@ -59,7 +60,8 @@ def test_generation_bodies_have_the_field(app: FastAPI) -> None:
     assert "kv_compression" not in models["EmbeddingRequest"]["properties"]
     said = models["UsageInfo"]["properties"]["kv_compression"]["$ref"].rsplit("/", 1)[1]
     assert set(models[said]["properties"]) == set(CompressionProof.model_fields)
-    assert len(models["NewContext"]["properties"]["kv_compression"]["anyOf"]) == 2  # it cannot name another
+    *_, auto = own = models["NewContext"]["properties"]["kv_compression"]["anyOf"]
+    assert len(own) == 3 and auto["required"] == ["budget", "min_agreement"]  # it cannot name another
 
 
 def test_every_reference_resolves_and_a_second_look_changes_nothing(app: FastAPI) -> None:

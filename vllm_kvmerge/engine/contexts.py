@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import HeldWindow, SharedFront
 from vllm_kvmerge.engine.schedule import UNCOMPRESSED, RequestCompression, Segments
+from vllm_kvmerge.request.spec import text_of
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -48,16 +49,22 @@ class AskedContext(BaseModel):
 
 @dataclass(frozen=True)
 class KeptContext:
-    """A context that is kept. tokens: its ids. salt: those of other salts do not see it. policy: that its front was
-    made under, as canonical JSON text. created, expires: seconds since the epoch."""
+    """A context that is kept. front: None if it is not compressed, and only known here. tokens: its ids. salt: those of
+    other salts do not see it. policy: that its front was made under, as canonical JSON text. created, expires: seconds
+    since the epoch."""
 
     asked: AskedContext
-    front: SharedFront
+    front: SharedFront | None
     tokens: list[int]
     salt: str | None
     policy: str
     created: float
     expires: float | None
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool, that it holds."""
+        return 0 if self.front is None else len(self.front.all_blocks)
 
     def description(self, bytes_per_block: int) -> dict[str, Any]:
         """As JSON, without tokens."""
@@ -66,8 +73,8 @@ class KeptContext:
             "created": int(self.created),
             "expires_at": None if self.expires is None else int(self.expires),
             "tokens": len(self.tokens),
-            "entries": self.front.segments.front,
-            "bytes": len(self.front.all_blocks) * bytes_per_block,
+            "entries": len(self.tokens) if self.front is None else self.front.segments.front,
+            "bytes": self.num_blocks * bytes_per_block,
             "kv_compression": json.loads(self.policy),
             "info": self.asked.info,
         }
@@ -113,7 +120,7 @@ class ContextStore:
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(one.front.all_blocks) for one in self._kept.values())
+        return sum(one.num_blocks for one in self._kept.values())
 
     def ask(self, request: Request, text: str, compression: RequestCompression | None) -> None:
         """Begins a context: its request has arrived. text: the value of ``CONTEXT_KEY``.
@@ -147,7 +154,9 @@ class ContextStore:
         self.expire()
         named = [one.asked.id for one in self._kept.values() if one.salt == salt][:20]
         waiting = [num_blocks for _, num_blocks in self._asked.values()]
-        waiting += [len(one.front.all_blocks) for one in self._restored.values()]
+        waiting += [one.num_blocks for one in self._restored.values()]
+        # Any client may keep contexts. Those that hold no blocks count like those that do.
+        waiting += [self._blocks_of(one.tokens) for one in self._kept.values() if one.front is None]
         held, size = self.num_blocks + sum(waiting), self._bytes_per_block
         advice = f"; delete some: {', '.join(named)}" if named else ""
         asked = [one.id for one, _ in self._asked.values()]
@@ -183,9 +192,32 @@ class ContextStore:
 
     def keep(self, kept: KeptContext) -> None:
         """Pins a context's front."""
-        assert self._manager.fronts is not None
-        self._manager.fronts.pin(kept.front)
+        if kept.front is not None:
+            assert self._manager.fronts is not None
+            self._manager.fronts.pin(kept.front)
         self._kept[kept.asked.id] = kept
+
+    def _keep_uncompressed(self, context: dict[str, Any], tokens: list[int], salt: str | None) -> dict[str, Any]:
+        """Keeps a context of which no front is good enough."""
+        asked, now = AskedContext.model_validate(context), time.time()
+        try:
+            self._check_room(asked.id, self._blocks_of(tokens), salt)
+        except ContextRefused as refusal:
+            return {"refused": [refusal.status, str(refusal)]}
+        kept = KeptContext(
+            asked=asked,
+            front=None,
+            tokens=tokens,
+            salt=salt,
+            policy=text_of(None),
+            created=now,
+            expires=None if asked.ttl is None else now + asked.ttl,
+        )
+        self.keep(kept)
+        return kept.description(self._bytes_per_block)
+
+    def _blocks_of(self, tokens: list[int]) -> int:
+        return -(-len(tokens) // self._manager.block_size)
 
     def expire(self) -> None:
         """Deletes contexts whose time is up."""
@@ -201,8 +233,9 @@ class ContextStore:
 
     def _delete(self, kept: KeptContext) -> None:
         del self._kept[kept.asked.id]
-        assert self._manager.fronts is not None
-        self._manager.fronts.unpin(kept.front)
+        if kept.front is not None:
+            assert self._manager.fronts is not None
+            self._manager.fronts.unpin(kept.front)
 
     def _refuse(self, asked: AskedContext, refusal: ContextRefused) -> None:
         while len(self._refusals) >= MAX_REFUSALS:
@@ -214,15 +247,18 @@ class ContextStore:
 
         created: the context, once its request has ended, or ``{"refused": [status, message]}``. get: the context with
         its tokens and content; null if there is none of this id and salt. list: all of this salt. delete: the context,
-        which is gone. front: all of it, with the place of its front, to be saved; without a key if its tokens do not
-        say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null if it is there,
-        ``WAIT`` while it is about to be. restored: workers have read it, or have ``failed``.
+        which is gone. uncompressed: keeps a ``context`` (``AskedContext``) of these ``tokens`` without a front; answers
+        as created. front: all of it, with the place of its front, to be saved; without a key if there is none, or its
+        tokens do not say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null
+        if it is there, ``WAIT`` while it is about to be. restored: workers have read it, or have ``failed``.
         """
         self.expire()
         asked = json.loads(text)
         call, salt, kept = asked["call"], asked.get("salt"), self._kept.get(asked.get("id"))
         if call == "restore":
             return json.dumps(self._restore(asked["context"]))
+        if call == "uncompressed":
+            return json.dumps(self._keep_uncompressed(asked["context"], asked["tokens"], salt))
         if call == "restored":
             self._end_restore(asked["id"], asked["failed"])
             return json.dumps(None)
@@ -240,8 +276,9 @@ class ContextStore:
             self._delete(kept)
         if call in ("get", "front"):
             described |= {"token_ids": kept.tokens, "content": kept.asked.content}
-        if call == "front":
-            front = kept.front
+        if call == "front" and kept.front is None:
+            described |= {"key": None}
+        elif call == "front" and (front := kept.front):
             key = self._key(kept.asked.id, kept.tokens, kept.salt, kept.policy)
             described |= {"key": front.key.hex() if key == front.key else None}
             described |= _places(front)
@@ -304,12 +341,13 @@ class ContextStore:
 
     def _end_restore(self, context_id: str, failed: bool) -> None:
         kept = self._restored.pop(context_id)
+        assert (front := kept.front) is not None
         if failed:
-            self._manager.discard(kept.front.all_blocks)
+            self._manager.discard(front.all_blocks)
             if self._manager.fronts is not None:
-                self._manager.fronts.forget(kept.front.key)
+                self._manager.fronts.forget(front.key)
             return
-        self._manager.share(kept.front)
+        self._manager.share(front)
         self.keep(kept)
 
 

@@ -64,8 +64,8 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
 
 
 async def save(engine_client: "EngineClient", folder: Path, context_id: str, salt: str | None) -> None:
-    """Writes a kept context to a folder of its own below ``folder``; not one of an adapter, or with images in it, which
-    its tokens do not tell from others.
+    """Writes a kept context to a folder of its own below ``folder``; not one that is not compressed, or that has an
+    adapter or images, which its tokens do not tell from others.
 
     Raises:
         OSError, RuntimeError: it cannot be written; nothing is left.
@@ -74,7 +74,7 @@ async def save(engine_client: "EngineClient", folder: Path, context_id: str, sal
     if front is None:
         raise RuntimeError(f"there is no context {context_id}")
     if front["key"] is None:
-        logger.warning("The context %s is not saved: it consists of more than tokens", context_id)
+        logger.warning("The context %s is not saved: it is not compressed, or consists of more than tokens", context_id)
         return
     unfinished = folder / f"{UNFINISHED}{context_id}"
     manifest = {"identity": identity(engine_client.vllm_config), "context": {**front, "salt": salt}}

@@ -401,13 +401,17 @@ class CompressionSchedulerMixin(Scheduler):
             return
         users = [one for one in self.running if not isinstance(one, InternalRequest)]
         self._gauges.update([(self._policy(one.request_id), self._size(one)) for one in users])
-        if self._manager.fronts is not None:
+        self._set_context_gauges()
+
+    def _set_context_gauges(self) -> None:
+        if self.log_stats and self._manager.fronts is not None:
             fronts, contexts = self._manager.fronts, self._contexts
             self._gauges.update_contexts(len(fronts), fronts.num_blocks, len(contexts), contexts.num_blocks)
 
     def call_contexts(self, text: str) -> str:
         """``ContextStore.call``."""
         answer = self._contexts.call(text)
+        self._set_context_gauges()
         self._go_on_verifying()
         return answer
 

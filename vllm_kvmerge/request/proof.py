@@ -80,6 +80,25 @@ class Verified(BaseModel):
         )
 
 
+class Tried(BaseModel):
+    """A budget that was tried for a context."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kv_compression: dict[str, Any] = Field(description="What the context was compressed by.")
+    verified: Verified = Field(description="Of the answers to all probes.")
+
+
+class Chosen(BaseModel):
+    """How the budget of a context was chosen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_agreement: float = Field(description="As asked for.")
+    budget: float | None = Field(description="The smallest that passed; null: none, and the context is not compressed.")
+    tried: list[Tried] = Field(description="The cheapest policy and the largest budget first.")
+
+
 class CompressionProof(BaseModel):
     """What compression did for a request."""
 
@@ -99,6 +118,7 @@ class CompressionProof(BaseModel):
     reused_tokens: int = Field(description="Tokens of a context that was found compressed.")
     notes: list[str] = Field(description="What differs from what was asked for, or why nothing was compressed.")
     verified: Verified | None = Field(None, description="Of a request with `verify`.")
+    chosen: Chosen | None = Field(None, description="Of a request with budget `auto`.")
 
     @classmethod
     def of_all(cls, proofs: "Sequence[CompressionProof]") -> "CompressionProof":

@@ -29,6 +29,9 @@ EXTRA_ARGS_KEY = "kv_compression"
 KEPT_CONTEXT = "context"
 """Field of a server's requests that names a context it keeps. The server puts the context's own fields in its place."""
 
+AUTO = "auto"
+"""Budget of a context that a server is to choose, and a policy that it is to choose with it."""
+
 IN_TOKENS = {"context_messages": "context_tokens", "protect.messages": "tokens"}
 """Fields that name messages of a chat, and those that say the same in tokens."""
 
@@ -321,6 +324,9 @@ def _parse(text: str) -> CompressionSpec | None:
     if KEPT_CONTEXT in data:
         where = "in requests to /v1/completions and /v1/chat/completions"
         raise refusal(KEPT_CONTEXT, "wrong_place", "contexts are kept by servers", where)
+    if data.get("budget") == AUTO:
+        allowed = "context_messages in requests to /v1/chat/completions, POST /v1/kvmerge/contexts, or a number"
+        raise refusal("budget", "wrong_place", f"{AUTO!r} is for contexts", allowed)
     if "policy" not in data and "budget" in data:
         data = with_policy(data)
     name = data.get("policy")

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.request.spec import CompressionError
 
 SINGLE_HEADERS = (b"authorization", b"content-encoding", b"content-length", b"content-type", b"transfer-encoding")
@@ -50,6 +51,15 @@ class Refusal(HTTPException):
         super().__init__(status_code, message)
         self.param = param
 
+    @classmethod
+    def of(cls, status: int, content: bytes) -> "Refusal":
+        """That of a request of the server's own, which got this answer."""
+        try:
+            error = json.loads(content)["error"]
+            return cls(status if status in ERROR_TYPES else 500, error["message"], error.get("param"))
+        except (ValueError, KeyError, TypeError):
+            return cls(500, content[:200].decode(errors="replace"))
+
     def response(self) -> JSONResponse:
         kind = ERROR_TYPES[self.status_code]
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.status_code}
@@ -68,6 +78,19 @@ def holders(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, A
             holder = holder.get(key) if isinstance(holder, dict) else None
         if isinstance(holder, dict):
             yield place, holder
+
+
+def fields_of(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The objects of a body that hold the field, and the field, if it is an object or the text of one."""
+    for _, holder in holders(data):
+        field = holder.get(FIELD)
+        if isinstance(field, str):
+            try:
+                field = json.loads(field)
+            except ValueError:
+                continue
+        if isinstance(field, dict):
+            yield holder, field
 
 
 async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:

@@ -7,31 +7,29 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.responses import Response
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 from vllm_kvmerge.engine.arguments import PluginConfig
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, AskedContext, call_contexts
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.saved_contexts import is_saved, remove, remove_expired, save
 from vllm_kvmerge.engine.validation import KEEPS_CONTEXT
-from vllm_kvmerge.policies import PARTS
+from vllm_kvmerge.request.proof import Chosen
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.request.spec import FULL, KEPT_CONTEXT, CompressionError, parse_compression
+from vllm_kvmerge.server.auto_budget import ANSWERED, Ask, AutoBudget, ask_of, auto_budget, choose
 from vllm_kvmerge.server.body import Refusal, as_refusal
 from vllm_kvmerge.server.messages import (
     CHAT_ROUTE,
     RENDERED_WITH,
     TOKENIZE_ROUTE,
-    RenderingError,
-    Tokenize,
-    UnknownModelError,
+    answered,
     post,
 )
 
@@ -48,6 +46,9 @@ NOT_OF_CONTEXTS = ("context_tokens", "context_messages", "reuse", "refresh")
 """Fields that say what a request does with its context, or need what is gone with the request that made the context."""
 
 NAMED = f"{FIELD}.{KEPT_CONTEXT}"
+
+NO_ANSWER = {"add_generation_prompt": False}
+"""Of ``/tokenize``: messages alone."""
 
 
 class NewContext(BaseModel):
@@ -121,6 +122,8 @@ class KVContext(BaseModel):
     """With every default spelled out."""
     saved: bool
     """Whether it is there after a restart."""
+    chosen: Chosen | None = None
+    """How its budget was chosen, if that was asked for."""
 
 
 class KVContexts(BaseModel):
@@ -138,14 +141,6 @@ class DeletedKVContext(BaseModel):
     deleted: Literal[True] = True
 
 
-class _RequestFailed(Exception):
-    """A request of the server's own got another answer than 200."""
-
-    def __init__(self, status: int, content: bytes) -> None:
-        super().__init__(status)
-        self.response = Response(content, status, media_type="application/json")
-
-
 def keeps_contexts(engine_client: "EngineClient") -> bool:
     """Whether contexts can be kept: with several engines, one of them would have a context, and requests go to any."""
     return bool(engine_client.vllm_config.parallel_config.data_parallel_size == 1)
@@ -157,7 +152,7 @@ def add_context_routes(app: FastAPI, config: PluginConfig) -> None:
 
     def shown(kept: dict[str, Any], seconds: float | None = None) -> KVContext:
         info = kept["info"]
-        own = {"model": info["model"], "messages": info["messages"], "saved": is_saved(folder, kept["id"])}
+        own = {"saved": is_saved(folder, kept["id"]), **info}
         return KVContext.model_validate({**kept, **own, "seconds": seconds})
 
     async def found(request: Request, call: str, context_id: str, salt: str | None) -> dict[str, Any]:
@@ -169,26 +164,28 @@ def add_context_routes(app: FastAPI, config: PluginConfig) -> None:
         return kept
 
     @app.post(CONTEXTS_ROUTE, response_model=KVContext)
-    async def create_kv_context(body: NewContext, request: Request) -> KVContext | Response:
+    async def create_kv_context(body: NewContext, request: Request) -> KVContext:
         """Compresses a context and keeps it until it is deleted or its time is up."""
         start, engine_client = time.monotonic(), request.app.state.engine_client
         if not keeps_contexts(engine_client):
             raise Refusal(400, "contexts are kept by one engine; allowed: --data-parallel-size 1")
+        asked = config.default if body.kv_compression is None else body.kv_compression
         try:
-            field = _field_of_context(config.default if body.kv_compression is None else body.kv_compression)
+            auto = auto_budget(asked)
+            fields = [asked] if auto is None else chain.from_iterable(auto.candidates())
+            field, *_ = [_field_of_context(one) for one in fields]
         except CompressionError as error:
             count_rejection(error.reason)
             raise as_refusal(error) from None
         context_id = f"ctx-{uuid.uuid4().hex}"
+        new = _Creation(request, body, context_id)
         try:
-            kept = await _created(request, body, field, context_id)
+            kept = await (new.created(field) if auto is None else new.chosen(auto))
             if folder is not None:
                 await _save(engine_client, folder, context_id, body.cache_salt)
             return shown(kept, time.monotonic() - start)
-        except BaseException as error:  # nobody would know the id
+        except BaseException:  # nobody would know the id
             await call_contexts(engine_client, "delete", id=context_id, salt=body.cache_salt)
-            if isinstance(error, _RequestFailed):
-                return error.response
             raise
 
     @app.get(CONTEXTS_ROUTE)
@@ -226,58 +223,104 @@ def _field_of_context(value: dict[str, Any] | str | None) -> dict[str, Any]:
     return field
 
 
-async def _created(request: Request, body: NewContext, field: dict[str, Any], context_id: str) -> dict[str, Any]:
-    """Makes a request whose context the engine keeps.
+class _Creation:
+    """A context that is being made, for a request to do so."""
 
-    Raises:
-        _RequestFailed: it is refused, as any other request would be.
-        Refusal: the engine does not keep its context, or the client has left.
-    """
-    has_left = False
+    def __init__(self, request: Request, body: NewContext, context_id: str) -> None:
+        self._request, self._body, self._id = request, body, context_id
+        self._app, self._scope = request.scope[CHECKED_APP], request.scope
+        self._salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+        self._info: dict[str, Any] = {"model": body.model, "messages": body.messages and len(body.messages)}
+        self._tokens: list[int] | None = None
 
-    async def leave() -> Message:
-        nonlocal has_left
-        message = await request.receive()
-        has_left = True
-        return message
+    async def chosen(self, auto: AutoBudget) -> dict[str, Any]:
+        """The context as ``call_contexts`` describes it, under the smallest budget that is good enough.
 
-    app, scope = request.scope[CHECKED_APP], request.scope
-    # A context that is repeated before it is compressed is so after the prompt's first token.
-    inner: dict[str, Any] = {"model": body.model, "max_tokens": 2, "ignore_eos": True}
-    if body.messages is not None:
-        route = CHAT_ROUTE
-        # What comes after the messages, to be answered, is no part of the context.
-        inner |= body.chat | {FIELD: field | {"context_messages": len(body.messages)}}
-        if body.tools is not None:
-            inner["tool_choice"] = "none"  # whether the server reads calls of tools does not matter here
-    else:
-        route, tokens = COMPLETIONS_ROUTE, body.prompt
-        if isinstance(tokens, str):
-            status, content = await post(app, scope, TOKENIZE_ROUTE, {"model": body.model, "prompt": tokens})
-            if status != 200:
-                raise _RequestFailed(status, content)
-            tokens = json.loads(content)["tokens"]
-        assert tokens is not None
-        inner |= {"prompt": tokens, FIELD: field | {"context_tokens": len(tokens)}}
-    if body.cache_salt is not None:
-        inner["cache_salt"] = body.cache_salt
-    info = {"model": body.model, "messages": None if body.messages is None else len(body.messages)}
-    asked = AskedContext(id=context_id, ttl=body.ttl, info=info, content=body.chat)
-    inner["vllm_xargs"] = {CONTEXT_KEY: asked.model_dump_json()}
-    KEEPS_CONTEXT.set(True)
-    status, content = await post(app, scope, route, inner, leave)
-    kept: dict[str, Any] | None = await call_contexts(
-        request.app.state.engine_client, "created", id=context_id, salt=body.cache_salt
-    )
-    if has_left:
-        raise Refusal(400, "the client left before the context was there")
-    if kept is not None and "refused" in kept:
-        raise Refusal(*kept["refused"])
-    if status != 200:
-        raise _RequestFailed(status, content)
-    if kept is None:
-        raise Refusal(409, "the context's time was up before it could be used; allowed: a longer ttl")
-    return kept
+        Raises as ``created``, and CompressionError.
+        """
+        field, chosen = await choose(auto, self._ask())
+        self._info["chosen"] = chosen.model_dump(mode="json")
+        if field is not None:
+            return await self.created(field)
+        context = AskedContext(id=self._id, ttl=self._body.ttl, info=self._info, content=self._body.chat)
+        tokens = await self._all_tokens()
+        return await self._call("uncompressed", context=context.model_dump(), tokens=tokens)
+
+    def _ask(self) -> Ask:
+        messages = self._body.messages
+        ask_chat = ask_of(self._app, self._scope, self._body.model_dump(), len(messages or ()))
+
+        async def ask(field: dict[str, Any], probe: str) -> dict[str, Any]:
+            if await self._request.is_disconnected():
+                raise Refusal(400, "the client left before a budget was chosen")
+            if messages is not None:
+                return await ask_chat(field, probe)
+            question = {"prompt": f"\n\nQuestion: {probe}\nAnswer:", "add_special_tokens": False}
+            tokens = await self._all_tokens()
+            prompt = tokens + (await self._answered(TOKENIZE_ROUTE, **question))["tokens"]
+            own = {FIELD: field | {"context_tokens": len(tokens)}, **self._salt, **ANSWERED}
+            return await self._answered(COMPLETIONS_ROUTE, prompt=prompt, **own)
+
+        return ask
+
+    async def _answered(self, route: str, **request: Any) -> dict[str, Any]:
+        return await answered(self._app, self._scope, route, {"model": self._body.model, **request})
+
+    async def _all_tokens(self) -> list[int]:
+        if self._tokens is None:
+            body = self._body
+            if isinstance(body.prompt, list):
+                self._tokens = body.prompt
+            else:
+                content = {"prompt": body.prompt} if body.prompt is not None else body.chat | NO_ANSWER
+                self._tokens = (await self._answered(TOKENIZE_ROUTE, **content))["tokens"]
+        return self._tokens
+
+    async def created(self, field: dict[str, Any]) -> dict[str, Any]:
+        """Makes a request whose context the engine keeps, compressed by ``field``; the context as ``call_contexts``
+        describes it.
+
+        Raises Refusal: as of any other request, or the engine does not keep its context, or the client has left.
+        """
+        has_left, body = False, self._body
+
+        async def leave() -> Message:
+            nonlocal has_left
+            message = await self._request.receive()
+            has_left = True
+            return message
+
+        # A context that is repeated before it is compressed is so after the prompt's first token.
+        inner: dict[str, Any] = {"model": body.model, "max_tokens": 2, "ignore_eos": True, **self._salt}
+        if body.messages is not None:
+            route = CHAT_ROUTE
+            # What comes after the messages, to be answered, is no part of the context.
+            inner |= body.chat | {FIELD: field | {"context_messages": len(body.messages)}}
+            if body.tools is not None:
+                inner["tool_choice"] = "none"  # whether the server reads calls of tools does not matter here
+        else:
+            route, tokens = COMPLETIONS_ROUTE, await self._all_tokens()
+            inner |= {"prompt": tokens, FIELD: field | {"context_tokens": len(tokens)}}
+        asked = AskedContext(id=self._id, ttl=body.ttl, info=self._info, content=body.chat)
+        inner["vllm_xargs"] = {CONTEXT_KEY: asked.model_dump_json()}
+        KEEPS_CONTEXT.set(True)
+        status, content = await post(self._app, self._scope, route, inner, leave)
+        kept = await self._call("created")
+        if has_left:
+            raise Refusal(400, "the client left before the context was there")
+        if status != 200:
+            raise Refusal.of(status, content)
+        if kept is None:
+            raise Refusal(409, "the context's time was up before it could be used; allowed: a longer ttl")
+        return kept
+
+    async def _call(self, call: str, **arguments: Any) -> Any:
+        """``call_contexts``. Raises Refusal: the context cannot be kept."""
+        engine_client = self._request.app.state.engine_client
+        kept = await call_contexts(engine_client, call, id=self._id, salt=self._body.cache_salt, **arguments)
+        if kept is not None and "refused" in kept:
+            raise Refusal(*kept["refused"])
+        return kept
 
 
 async def _save(engine_client: "EngineClient", folder: Path, context_id: str, salt: str | None) -> None:
@@ -286,110 +329,3 @@ async def _save(engine_client: "EngineClient", folder: Path, context_id: str, sa
         await save(engine_client, folder, context_id, salt)
     except (OSError, RuntimeError) as error:
         raise Refusal(507, f"the context cannot be saved: {error}") from error
-
-
-async def with_context(
-    route: str, data: dict[str, Any], scope: Scope, tokenize: Tokenize
-) -> tuple[dict[str, Any], list[int]] | None:
-    """The body of an ordinary request that begins with the context which this one names, and the context's tokens;
-    None if its field names none.
-
-    Raises:
-        CompressionError: there is no such context, or the body says something that does not go with it.
-    """
-    place = _place_of_name(data)
-    if place is None:
-        return None
-    holder, field = place
-    context_id = field[KEPT_CONTEXT]
-    if not isinstance(context_id, str):
-        raise CompressionError(NAMED, f"must be a string, got {type(context_id).__name__}", "wrong_type")
-    engine_client = scope["app"].state.engine_client
-    kept = await call_contexts(engine_client, "get", id=context_id, salt=data.get("cache_salt"))
-    model = None if kept is None else kept["info"]["model"]
-    if kept is None or data.get("model") not in (None, model):
-        raise _unknown(context_id)
-    _check_same(field, kept["kv_compression"])
-    tokens: list[int] = kept["token_ids"]
-    own_route = COMPLETIONS_ROUTE if kept["info"]["messages"] is None else CHAT_ROUTE
-    if route != own_route:
-        what = "a prompt" if own_route == COMPLETIONS_ROUTE else "messages"
-        raise CompressionError(NAMED, f"this context is {what}; allowed: {own_route}", "unlike_context")
-    holder[FIELD] = kept["kv_compression"] | {"context_tokens": len(tokens)}
-    data = {**data, "model": model}
-    if route == CHAT_ROUTE:
-        return _with_messages(data, kept["content"]), tokens
-    try:
-        return {**data, "prompt": await _with_tokens(data, tokens, tokenize)}, tokens
-    except RenderingError as error:
-        raise CompressionError(NAMED, f"the prompt cannot be made tokens ({error})", "unlike_context") from None
-    except UnknownModelError:
-        raise _unknown(context_id) from None
-
-
-def _place_of_name(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The object of a body that holds a field which names a context, and that field."""
-    for holder in (data, data.get("vllm_xargs")):
-        field = holder.get(FIELD) if isinstance(holder, dict) else None
-        if isinstance(field, str):
-            try:
-                field = json.loads(field)
-            except ValueError:
-                continue
-        if isinstance(holder, dict) and isinstance(field, dict) and field.get(KEPT_CONTEXT) is not None:
-            return holder, field
-    return None
-
-
-def _unknown(context_id: str) -> CompressionError:
-    message = f"there is no context {context_id[:80]!r} of this model and cache_salt"
-    return CompressionError(NAMED, message, "unknown_context", status=404)
-
-
-def _check_same(field: Mapping[str, Any], kept: dict[str, Any]) -> None:
-    """Raises CompressionError if a field beside the context's name says something else than the context's own."""
-    given = {name: value for name, value in field.items() if name != KEPT_CONTEXT}
-    # First what decides which other fields there are.
-    for name in ("policy", *PARTS):
-        if given.get(name, kept[name]) != kept[name]:
-            raise _differs(name, kept[name])
-    both, own = parse_compression(kept | given), parse_compression(kept)
-    assert both is not None and own is not None
-    for name, value in both.parameters.items():
-        if value != own.parameters[name]:
-            raise _differs(name, own.parameters[name])
-
-
-def _differs(name: str, own: Any) -> CompressionError:
-    message = f"not the context's; allowed: {json.dumps(own)[:80]}, or to leave it out"
-    return CompressionError(f"{FIELD}.{name}", message, "unlike_context")
-
-
-def _with_messages(data: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """A chat that goes on after a context's messages. request: of the context, the messages and what renders them."""
-    for name in RENDERED_WITH:
-        if name != "model" and data.get(name) is not None and data[name] != request.get(name):
-            message = "not what the context's messages are rendered with; allowed: to leave it out"
-            raise CompressionError(name, message, "unlike_context")
-    messages = data.get("messages")
-    if not isinstance(messages, list):
-        raise CompressionError(NAMED, "needs messages that follow; allowed: a list", "unlike_context")
-    return {**data, **request, "messages": [*request["messages"], *messages]}
-
-
-async def _with_tokens(data: dict[str, Any], tokens: list[int], tokenize: Tokenize) -> list[Any]:
-    """The prompt of a completion, or each of several, after a context's tokens. Raises what ``tokenize`` does."""
-
-    async def continued(part: Any) -> list[int]:
-        if isinstance(part, str):
-            part = await tokenize({"model": data["model"], "prompt": part, "add_special_tokens": False})
-        if not isinstance(part, list) or not all(isinstance(token, int) for token in part):
-            raise CompressionError(NAMED, "needs a prompt that follows; allowed: text or token ids", "unlike_context")
-        return tokens + part
-
-    prompt = data.get("prompt")
-    if data.get("prompt_embeds") is not None:
-        raise CompressionError(NAMED, "not with prompt_embeds; allowed: prompt", "unlike_context")
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return [await continued(part) for part in prompt]
-    return await continued(prompt)

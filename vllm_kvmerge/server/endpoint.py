@@ -19,6 +19,7 @@ from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.proof import CompressionProof
 from vllm_kvmerge.request.schema import FULL, field_schema
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
+from vllm_kvmerge.server.auto_budget import AutoBudget
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
 from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, keeps_contexts
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
@@ -47,8 +48,12 @@ BODY_MODELS = (
 )
 """Names of the schemas of bodies that take the field."""
 
-NAMING_MODELS = ("CompletionRequest", "ChatCompletionRequest")
-"""Those of bodies whose field may name a context that is kept."""
+SERVERS_OWN = {
+    "CompletionRequest": (NamedContext,),
+    "ChatCompletionRequest": (NamedContext, AutoBudget),
+    NewContext.__name__: (AutoBudget,),
+}
+"""Those of bodies whose field a server may resolve itself, and what it may be besides."""
 
 
 USAGE_MODELS = ("UsageInfo", "ResponseUsage", "AnthropicUsage")
@@ -136,11 +141,11 @@ def document_field(app: FastAPI, policies: list[str] | None) -> None:
         field = field_schema(policies)
         definitions = field.pop("$defs", {})
         field["description"] = "Compression of this request's KV cache; default: the server's."
-        named = {**field, "anyOf": [*field["anyOf"], NamedContext.model_json_schema()]}
         for name in BODY_MODELS:
             if name in models:
                 properties = models[name].setdefault("properties", {})
-                properties[EXTRA_ARGS_KEY] = named if name in NAMING_MODELS else field
+                more = [model.model_json_schema() for model in SERVERS_OWN.get(name, ())]
+                properties[EXTRA_ARGS_KEY] = {**field, "anyOf": [*field["anyOf"], *more]}
                 models.update(definitions)
         proof = CompressionProof.model_json_schema(ref_template="#/components/schemas/{model}")
         models.update(proof.pop("$defs"))

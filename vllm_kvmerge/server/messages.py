@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from vllm_kvmerge.engine.validation import Prefix
 from vllm_kvmerge.policies.fields import MAX_RANGES
 from vllm_kvmerge.policies.protection import disjoint
-from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, CompressionError, CompressionSpec, unlocated
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, CompressionError, CompressionSpec, refusal, unlocated
+from vllm_kvmerge.server.body import Refusal
 
 CHAT_ROUTE = "/v1/chat/completions"
 
@@ -54,9 +55,7 @@ async def locate(config: CompressionSpec, request: dict[str, Any], tokenize: Tok
     fields = {count: PROTECTED for index in chosen for count in (index, index + 1) if count > 0}
     context = config.context_messages
     if context is not None:
-        if context > len(messages):
-            message = f"{context} messages are more than the chat has; allowed: up to {len(messages)}"
-            raise CompressionError(f"{EXTRA_ARGS_KEY}.{CONTEXT}", message, "unknown_messages")
+        check_context(context, messages)
         fields.setdefault(context, CONTEXT)
     ends, tokens = await _render({**request, "messages": messages}, fields, tokenize)
     value = json.loads(config.text)
@@ -70,6 +69,13 @@ async def locate(config: CompressionSpec, request: dict[str, Any], tokenize: Tok
         del value[CONTEXT]
         value["context_tokens"] = ends[context]
     return value, Prefix(fields[max(fields)], tokens)
+
+
+def check_context(count: int, messages: list[Any]) -> None:
+    """Raises CompressionError if a chat has no ``count`` messages."""
+    if count > len(messages):
+        what = f"{count} messages are more than the chat has"
+        raise refusal(CONTEXT, "unknown_messages", what, f"up to {len(messages)}")
 
 
 async def _render(
@@ -169,3 +175,12 @@ async def post(
     await app(inner, receive, send)
     parts = [message.get("body", b"") for message in answer if message["type"] == "http.response.body"]
     return answer[0]["status"], b"".join(parts)
+
+
+async def answered(app: ASGIApp, scope: Scope, route: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The body of the answer of ``app`` to a request of the server's own. Raises Refusal: it is another than 200."""
+    status, content = await post(app, scope, route, request)
+    if status != 200:
+        raise Refusal.of(status, content)
+    answer: dict[str, Any] = json.loads(content)
+    return answer

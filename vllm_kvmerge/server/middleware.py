@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -15,11 +14,14 @@ from vllm_kvmerge.engine.contexts import CONTEXT_KEY
 from vllm_kvmerge.engine.metrics import count_rejection
 from vllm_kvmerge.engine.usage import USAGE_KEY
 from vllm_kvmerge.engine.validation import PREFIX, VERDICT, Prefix, Verdict
+from vllm_kvmerge.request.proof import Chosen
+from vllm_kvmerge.request.spec import AUTO, FULL, IN_TOKENS, KEPT_CONTEXT, CompressionError, parse_compression, text_of
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
-from vllm_kvmerge.request.spec import IN_TOKENS, KEPT_CONTEXT, CompressionError, parse_compression, text_of
-from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal, as_refusal, holders
-from vllm_kvmerge.server.contexts import CHECKED_APP, COMPLETIONS_ROUTE, CONTEXTS_ROUTE, with_context
-from vllm_kvmerge.server.messages import CHAT_ROUTE, UnknownModelError, locate, tokenizer_of
+from vllm_kvmerge.server.auto_budget import Choices, auto_budget
+from vllm_kvmerge.server.body import BODILESS_METHODS, Refusal, as_refusal, fields_of, holders
+from vllm_kvmerge.server.contexts import CHECKED_APP, COMPLETIONS_ROUTE, CONTEXTS_ROUTE
+from vllm_kvmerge.server.messages import CHAT_ROUTE, CONTEXT, UnknownModelError, check_context, locate, tokenizer_of
+from vllm_kvmerge.server.named_contexts import with_context
 from vllm_kvmerge.server.outputs import ANSWER, FEED, FEED_ROUTES, Answer, UsageFeed
 
 RESPONSES_ROUTE = "/v1/responses"
@@ -74,6 +76,7 @@ class CompressionFieldMiddleware:
     def __init__(self, app: ASGIApp, has_default: bool = False) -> None:
         self.app = app
         self.has_default = has_default
+        self.choices = Choices()
         self._stored: OrderedDict[str, Answer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,14 +87,14 @@ class CompressionFieldMiddleware:
             await self.app(scope, receive, send)
             return
         scope[CHECKED_APP] = self
-        exchange = _Exchange(self.app, scope, receive, send, self.has_default, self._store)
+        exchange = _Exchange(self, scope, receive, send)
         try:
             await self.app(scope, exchange.receive, exchange.send)
         except Exception:
             if not await exchange.broken_off():
                 raise
 
-    def _store(self, response_id: str, answer: Answer) -> None:
+    def store(self, response_id: str, answer: Answer) -> None:
         self._stored[response_id] = answer
         if len(self._stored) > MOST_STORED:
             self._stored.popitem(last=False)
@@ -114,17 +117,10 @@ class _Exchange:
     prompt after it has sent a stream's status, and would report the error as an event of the stream, or cut it off.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        has_default: bool,
-        store: Callable[[str, Answer], None],
-    ) -> None:
-        self._app, self._scope, self._receive, self._send = app, scope, receive, send
-        self._has_default, self._store = has_default, store
+    def __init__(self, middleware: CompressionFieldMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
+        self._middleware, self._app = middleware, middleware.app
+        self._scope, self._receive, self._send = scope, receive, send
+        self._chosen: Chosen | None = None
         self._is_stored = False  # until its id is known
         self._is_read = self._is_refused = False
         self._feed: UsageFeed | None = None
@@ -142,6 +138,8 @@ class _Exchange:
         try:
             if route in (COMPLETIONS_ROUTE, CHAT_ROUTE) and _may_name(FIELD, body) and _may_name(KEPT_CONTEXT, body):
                 body = await self._with_context(route, body)
+            if route == CHAT_ROUTE and _may_name(FIELD, body) and _may_name(AUTO, body):
+                body = await self._with_budget(body)
             body = rewrite_body(route, body) or body
             if route == CHAT_ROUTE and any(_may_name(field.partition(".")[0], body) for field in IN_TOKENS):
                 body = await self._with_located(body)
@@ -152,25 +150,22 @@ class _Exchange:
             self._feed = UsageFeed()
             FEED.set(self._feed)
         is_named = _may_name(FIELD, body) or _may_name(CONTEXT_KEY, body)
-        if (is_named or (self._has_default and route in CARRIERS)) and route != CONTEXTS_ROUTE:
+        if (is_named or (self._middleware.has_default and route in CARRIERS)) and route != CONTEXTS_ROUTE:
             self._verdict = Verdict()
             VERDICT.set(self._verdict)
             self._answer = Answer()
+            self._answer.chosen = self._chosen
             self._is_stored = route == RESPONSES_ROUTE and envs.VLLM_ENABLE_RESPONSES_API_STORE
             ANSWER.set(self._answer)
         return {**message, "body": body}
 
     async def _with_context(self, route: str, body: bytes) -> bytes:
         """A body with a context that the server keeps in front of the prompt, if its field names one."""
-        try:
-            data = json.loads(body, object_pairs_hook=_checked_pairs)
-        except CompressionError:
-            raise
-        except ValueError:
+        if (data := _parsed(body)) is None:
             return body
         tokenize = tokenizer_of(self._app, self._scope)
         try:
-            found = await with_context(route, data, self._scope, tokenize) if isinstance(data, dict) else None
+            found = await with_context(route, data, self._scope, tokenize)
         except RuntimeError as error:
             raise Refusal(500, f"the engine does not answer: {error}") from error
         if found is None:
@@ -178,6 +173,20 @@ class _Exchange:
         data, tokens = found
         PREFIX.set(Prefix(KEPT_CONTEXT, tokens))
         return json.dumps(data).encode()
+
+    async def _with_budget(self, body: bytes) -> bytes:
+        """A body of the chat route with the budget that was chosen for its context, if its field leaves that open."""
+        if (data := _parsed(body)) is None:
+            return body
+        for holder, field in fields_of(data):
+            auto, count, messages = auto_budget(field), field.get(CONTEXT), data.get("messages")
+            if auto is None or not isinstance(count, int) or not isinstance(messages, list):
+                continue
+            check_context(count, messages)
+            app = self._scope[CHECKED_APP]
+            chosen, self._chosen = await self._middleware.choices.of(auto, app, self._scope, data, count)
+            holder[FIELD] = {"policy": FULL} if chosen is None else chosen
+        return body if self._chosen is None else json.dumps(data).encode()
 
     async def _with_located(self, body: bytes) -> bytes:
         """A body of the chat route, as ``rewrite_body`` leaves it, with tokens instead of messages in the field."""
@@ -224,7 +233,7 @@ class _Exchange:
     async def _pass_on(self, message: Message) -> None:
         if self._is_stored and self._answer and (found := RESPONSE_ID.search(bytes(message.get("body", b"")))):
             self._is_stored = False
-            self._store(found[1].decode(), self._answer)
+            self._middleware.store(found[1].decode(), self._answer)
         if self._feed is not None and message["type"] == "http.response.body":
             message = {**message, "body": self._feed.add_to(bytes(message.get("body", b"")))}
         for one in [message] if self._answer is None else self._answer.messages(message):
@@ -251,8 +260,21 @@ def rewrite_body(route: str, body: bytes) -> bytes | None:
     carrier = CARRIERS.get(route)
     _check_places(route, data, carrier)
     if carrier == () and data.get(FIELD) is not None:
-        parse_compression(_checked_object(data[FIELD]))
+        field = _checked_object(data[FIELD])
+        if auto_budget(field) is None:
+            parse_compression(field)
     return json.dumps(data).encode() if carrier and _move_field(data, carrier) else None
+
+
+def _parsed(body: bytes) -> dict[str, Any] | None:
+    """A body that is an object; None for others, which vLLM refuses. Raises CompressionError as ``_checked_pairs``."""
+    try:
+        data = json.loads(body, object_pairs_hook=_checked_pairs)
+    except CompressionError:
+        raise
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def _may_name(field: str, body: bytes) -> bool:

@@ -14,7 +14,7 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import PluginConfig
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STATUS_KEY, STEPS_KEY
-from vllm_kvmerge.request.proof import PROOFS_KEY, CompressionProof, Verified
+from vllm_kvmerge.request.proof import PROOFS_KEY, Chosen, CompressionProof, Verified
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, parse_compression
 from vllm_kvmerge.server.verification import Verification, Verifier
 
@@ -68,6 +68,7 @@ class Answer:
     def __init__(self, other: "Answer | None" = None) -> None:
         self._sources: list[_Source] = [] if other is None else other._sources
         self.verified: list[Verified] = [] if other is None else other.verified
+        self.chosen: Chosen | None = None if other is None else other.chosen
         self._start: Message | None = None
 
     def again(self) -> "Answer":
@@ -129,7 +130,7 @@ class Answer:
         proof = CompressionProof.of_all(proofs)
         if self.verified:
             proof = proof.model_copy(update={"verified": Verified.of_all(self.verified)})
-        return proof.model_dump()
+        return proof.model_copy(update={"chosen": self.chosen}).model_dump()
 
 
 def _compact(data: Any) -> bytes:
