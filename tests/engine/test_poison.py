@@ -27,6 +27,7 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
     "recent_window": (1, 8, 24),
     "num_sink_tokens": (0, 1, 8),
     "kernel_size": (1, 3, 7),
+    "chunk_length": (1, 4),
     "decay": (0.5, 0.99),
     "merger": ("drop", "attention_matching", "zip"),
     "decode": ("bounded", "grow"),

@@ -45,6 +45,13 @@ def pooled(values: list[float], reach: int, first: int, last: int) -> list[float
     return [max(values[max(first, i - reach) : min(last, i + reach + 1)], default=0.0) for i in range(len(values))]
 
 
+def chunk_means(values: list[float], size: int, last: int) -> list[float]:
+    """The mean of each value's chunk, up to ``last``."""
+    chunks = [values[first : min(first + size, last)] for first in range(0, len(values), size)]
+    means = [sum(chunk) / len(chunk) if chunk else 0.0 for chunk in chunks]
+    return [means[i // size] for i in range(len(values))]
+
+
 # Rankings of a head's live entries, in their order, of which those from ``end`` on are the window.
 
 
@@ -93,6 +100,12 @@ CASES = {
         st.builds(WindowTopK, window_size=st.integers(1, 9), kernel_size=st.sampled_from([1, 3, 7, 255])),
         lambda selector, entries, head, order, end: pooled(
             entries.scores[head, order].tolist(), selector.kernel_size // 2, 0, end
+        ),
+    ),
+    "chunkkv": (
+        st.builds(WindowTopK, window_size=st.integers(1, 9), kernel_size=st.just(1), chunk_length=st.integers(2, 12)),
+        lambda selector, entries, head, order, end: chunk_means(
+            entries.scores[head, order].tolist(), selector.chunk_length, end
         ),
     ),
     "knorm": (

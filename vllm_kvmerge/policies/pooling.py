@@ -1,12 +1,15 @@
-"""Max-pooling of scores over neighbours in the text, which keeps clusters of entries together (SnapKV section 4)."""
+"""Pooling of scores over neighbours in the text, which keeps clusters of entries together: the largest (SnapKV section
+4), or the mean of a chunk (ChunkKV algorithm 1)."""
 
 from typing import Annotated
 
 import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
-from torch.nn.functional import max_pool1d
+from torch.nn.functional import max_pool1d, pad
 
+from vllm_kvmerge import ops
+from vllm_kvmerge.policies.base import MAX_TOKENS
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.policies.indexing import by_position
 
@@ -21,6 +24,11 @@ KernelSize = Annotated[int, Field(ge=1, le=255), AfterValidator(_check_odd)]
 """Neighbours, in order of position, over which an entry's score is max-pooled, itself included."""
 
 
+ChunkLength = Annotated[
+    int, Field(ge=1, le=255, description="Neighbours, by position, that are ranked together, by their mean; 1: none.")
+]
+
+
 def max_pooled(ranking: Tensor, protected: Tensor, entries: Entries, kernel_size: int) -> Tensor:
     """``[H, n]``: each entry's largest ``ranking`` (``[H, n]`` floating point) over its neighbourhood, itself included.
 
@@ -32,3 +40,23 @@ def max_pooled(ranking: Tensor, protected: Tensor, entries: Entries, kernel_size
     ordered = ranking.masked_fill(~pooled_from, -torch.inf).gather(1, order)
     pooled = max_pool1d(ordered, kernel_size, stride=1, padding=kernel_size // 2)
     return torch.empty_like(pooled).scatter_(1, order, pooled)
+
+
+def chunk_means(ranking: Tensor, protected: Tensor, entries: Entries, chunk_length: int) -> Tensor:
+    """``[H, n]``: the mean ``ranking`` (``[H, n]`` floating point) of each entry's chunk: ``chunk_length`` live entries
+    that follow one another by position, counted from the first. ``protected`` (``[H, n]`` bool) and dead entries take
+    no part in a mean; what they get may be anything.
+    """
+    if chunk_length == 1:
+        return ranking
+    order = ops.by_position(entries.positions.masked_fill(~entries.is_live, MAX_TOKENS))
+    counted = entries.is_live & ~protected
+    missing = -order.shape[1] % chunk_length
+
+    def sums(numbers: Tensor) -> Tensor:
+        ordered = numbers.masked_fill(~counted, 0.0).gather(1, order)
+        return pad(ordered, (0, missing)).unflatten(1, (-1, chunk_length)).sum(2, keepdim=True)
+
+    means = sums(ranking) / sums(torch.ones_like(ranking)).clamp_(min=1.0)
+    of_entries = means.expand(-1, -1, chunk_length).flatten(1)[:, : order.shape[1]]
+    return torch.empty_like(ranking).scatter_(1, order, of_entries)

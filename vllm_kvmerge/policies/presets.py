@@ -35,6 +35,9 @@ _register("streaming_llm", "StreamingLLM, Xiao et al., arXiv:2309.17453", "none 
 # queries are what may lose them.
 _register("h2o", "H2O, Zhang et al., arXiv:2306.14048", "sum h2o drop")
 _register("snapkv", "SnapKV, Li et al., arXiv:2404.14469", "sum snapkv drop", **WINDOW)
+_register(
+    "chunkkv", "ChunkKV, Liu et al., arXiv:2502.00299", "sum snapkv drop", **WINDOW, kernel_size=1, chunk_length=10
+)
 # The paper leaves the selection free; its experiments took PyramidInfer's.
 _register("keepkv", "KeepKV, Tian et al., arXiv:2504.09936", "log_ema snapkv zip", **VOTES)
 _register("zsmerge", "ZSMerge, Liu, Liu and Tang, arXiv:2503.10714", "sum snapkv residual", **VOTES, decay=0.98)

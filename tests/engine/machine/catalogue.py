@@ -23,6 +23,7 @@ SMALL: dict[str, tuple[Any, ...]] = {
     "num_fixed_sinks": (1,),
     "num_receivers": (3,),
     "chunk_size": (5, 11),
+    "chunk_length": (1, 3),
     "num_prefix_tokens": (1,),
 }
 """Values of the parts' own fields."""

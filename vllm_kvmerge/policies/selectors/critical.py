@@ -12,7 +12,6 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.policies.base import CompressionContext, Entries, HeadShape
 from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import padded_nonzero, top
-from vllm_kvmerge.policies.pooling import max_pooled
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
 from vllm_kvmerge.policies.tiles import in_tiles, num_tiles
@@ -43,7 +42,7 @@ class Critical(WindowTopK):
     )
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        ranking = max_pooled(importance, protected, entries, self.kernel_size)
+        ranking = self.pooled(importance, protected, entries)
         if context.output_weights is None:
             return top(ranking, protected, entries, context.counts)
         num_protected = protected.sum(1)

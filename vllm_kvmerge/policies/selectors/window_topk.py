@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vllm_kvmerge.policies.base import MAX_TOKENS, CompressionContext, Entries, Selector
 from vllm_kvmerge.policies.indexing import newest, top
-from vllm_kvmerge.policies.pooling import KernelSize, max_pooled
+from vllm_kvmerge.policies.pooling import ChunkLength, KernelSize, chunk_means, max_pooled
 from vllm_kvmerge.policies.registry import register
 
 
@@ -13,7 +13,9 @@ from vllm_kvmerge.policies.registry import register
 class WindowTopK(Selector):
     """The newest ``window_size`` entries, and those of highest max-pooled score (SnapKV section 4, listing 1).
 
-    Pooling runs over neighbours in order of position, among the live entries before the window.
+    Pooling runs over neighbours in order of position, among the live entries before the window. With ``chunk_length``,
+    chunks of neighbours are ranked by their mean instead of single entries (ChunkKV algorithm 1), each head its own
+    where kvpress has all heads of a layer keep the same.
     """
 
     name = "snapkv"
@@ -25,6 +27,7 @@ class WindowTopK(Selector):
     kernel_size: KernelSize = Field(
         7, description="Odd number of neighbours, by position, over which scores are max-pooled."
     )
+    chunk_length: ChunkLength = 1
 
     @property
     def min_budget(self) -> int:
@@ -33,6 +36,11 @@ class WindowTopK(Selector):
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
         return newest(entries, self.window_size)
 
-    def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+    def pooled(self, importance: Tensor, protected: Tensor, entries: Entries) -> Tensor:
+        """``[H, n]``: what ranks the entries before the window."""
         ranking = max_pooled(importance, protected, entries, self.kernel_size)
+        return chunk_means(ranking, protected, entries, self.chunk_length)
+
+    def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        ranking = self.pooled(importance, protected, entries)
         return top(ranking, protected, entries, context.counts)
