@@ -9,8 +9,11 @@ from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
 
 from tests.engine.conftest import greedy, preempt_all, random_prompt, run
+from vllm_kvmerge import demo
 from vllm_kvmerge.engine.internal_requests import VerifyingRequest
 from vllm_kvmerge.engine.verification import VERIFY_KEY, repeats
+from vllm_kvmerge.evaluation.backends import EngineBackend, Request
+from vllm_kvmerge.evaluation.config import EngineOptions
 
 PROMPT = random_prompt(np.random.default_rng(1), 300)
 
@@ -175,6 +178,26 @@ def test_a_preempted_verification_comes_to_the_same(engine):
     found = step_until(engine, future)
     assert found["agrees"] == expected["agrees"]
     assert np.allclose(found["log_probs"], expected["log_probs"], atol=1e-3)
+    engine.assert_empty()
+
+
+def test_an_evaluation_is_told_while_others_run(engine):
+    backend = EngineBackend(demo.model_path(), EngineOptions())
+    backend._llm = engine.llm
+    fields = {"whole": {"policy": "snapkv", "budget": 2000}, "harsh": {"policy": "random", "budget": 33}}
+    asked = [(name, max_tokens) for max_tokens in (8, 20, 40) for name in fields]
+
+    def answers(verify: bool) -> dict:
+        requests = ((one, Request(PROMPT, fields[one[0]], one[1], [], verify)) for one in asked)
+        return dict(backend.run(requests))
+
+    found, plain = answers(True), answers(False)
+    assert {key: answer.text for key, answer in found.items()} == {key: answer.text for key, answer in plain.items()}
+    assert {answer.verified for answer in plain.values()} == {None}
+    for name, max_tokens in asked:
+        told = found[name, max_tokens].verified
+        assert told.tokens == max_tokens and (told.agreeing == 1.0) == (name == "whole")
+        assert (abs(told.log_prob_change) < 1e-3) == (name == "whole")
     engine.assert_empty()
 
 

@@ -27,7 +27,9 @@ from vllm_kvmerge.evaluation.runner import cells_of
         ({"tasks": ["nope"]}, "tasks.0: task: unknown task 'nope'; allowed: "),
         ({"tasks": [{"length": 64}]}, "tasks.0: must be a task's name or an object with the field task"),
         ({"tasks": [{"task": "demo_recall", "lenght": 64}]}, "tasks.0: lenght: unknown field; allowed: length, facts"),
-        ({"sample": 5}, "sample: unknown field; allowed: model, policies, budgets"),
+        ({"tasks": [{"task": "demo_recall", "metric": "f1"}]}, "tasks.0.metric: Input should be 'agreement', got 'f1'"),
+        ({"tasks": [{"task": "demo_text", "metric": "agreement"}]}, "tasks.0: metric: demo_text gives the model its"),
+        ({"temperature": 0.5}, "temperature: unknown field; allowed: model, policies, budgets"),
         ({"engine": {"max_len": 5}}, "engine.max_len: unknown field; allowed: dtype, max_model_len, "),
         ({"endpoint": {"url": "localhost"}}, "endpoint.url: String should match pattern '^https?://', got 'localhost'"),
         ({"endpoint": {"url": "http://x"}, "engine": {"dtype": "float32"}}, "engine: its options are for the engine"),
@@ -75,7 +77,7 @@ def test_command_line_wins(tmp_path: Path) -> None:
 def test_identity_has_every_option_and_survives_yaml(tmp_path: Path) -> None:
     identity = small_config(tmp_path, tasks=[{"task": "demo_recall", "length": 128}]).identity()
     (task,) = identity["tasks"]
-    ways = {"question_agnostic": False, "chat_template": False}
+    ways = {"question_agnostic": False, "chat_template": False, "metric": None}
     assert task == {"task": "demo_recall", "length": 128, "facts": 16, "asked_in": 1.0, "samples": 4, **ways}
     assert identity["budgets"] == BASE["budgets"] and identity["model"] == "demo"
     assert yaml.safe_load(yaml.safe_dump(identity)) == identity

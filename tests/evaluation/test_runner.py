@@ -1,6 +1,7 @@
 """Runs that are stopped, fail in part or go on; a scripted back end stands for the engine."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from vllm_kvmerge.evaluation.results import RunFolder
 from vllm_kvmerge.evaluation.runner import _tokenize, chat_frame, draw_prompts
 from vllm_kvmerge.evaluation.tasks.base import Sample
 from vllm_kvmerge.evaluation.tasks.demo import DemoRecall
+from vllm_kvmerge.request.proof import Verified
 
 CELLS, SAMPLES = 3, 4
 LABEL = "demo_recall length=128 facts=2"
@@ -65,6 +67,7 @@ def test_a_whole_run(tmp_path):
         "task": LABEL, "policy": "keepkv zip_mode=votes", "budget": 64, "sample": 0,
         "seed": 3, "score": 0.0, "prediction": "0 0 0 0", "references": found[0]["references"], "prompt_tokens": 128,
         "mean_entries": 64, "mean_bytes": 65536.0, "peak_entries": 128, "peak_bytes": 131072, "seconds": 0.5,
+        "log_prob_change": None,
     }  # fmt: skip
     # A finished run asks nothing more.
     status, backend = go(config, tmp_path / "out")
@@ -125,6 +128,25 @@ def test_scores_that_cannot_be_had(tmp_path, monkeypatch):
     assert go(small_config(tmp_path, policies=["full"]), tmp_path / "out")[0] == 1
     failure = json.loads((tmp_path / "out" / "failures.jsonl").read_text().splitlines()[0])
     assert failure["message"] == "score: KeyError: 'gold'"
+
+
+def test_agreement(tmp_path):
+    """It is asked of compressed answers alone, and fails where it was skipped."""
+    config = small_config(tmp_path, tasks=[{"task": "demo_repetition", "metric": "agreement"}], samples=1)
+    some = {"agrees": [True, False, True, True], "log_probs": [-2.0, -1.0, 0.0, 0.0], "tokens": 9}
+
+    def answer(index, request):
+        found = {"skipped": "no_room"} if request.compression.get("budget") == 64 else some
+        verified = Verified.of(found, [-1.0] * 4, is_sampled=False) if request.verify else None
+        return replace(constant(index, request), verified=verified)
+
+    status, _ = go(config, tmp_path / "out", answer)
+    full, quarter = lines(tmp_path / "out")
+    assert (full["score"], full["log_prob_change"]) == (1.0, None)
+    assert (quarter["budget"], quarter["score"], quarter["log_prob_change"]) == (0.25, 0.75, -0.25)
+    failure = json.loads((tmp_path / "out" / "failures.jsonl").read_text())
+    assert status == 1 and failure["message"] == "score: ValueError: not verified: no_room"
+    assert "agreement, higher is better" in (tmp_path / "out" / "summary.md").read_text()
 
 
 def test_a_dead_engine_ends_the_run(tmp_path, capsys):

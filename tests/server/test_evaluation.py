@@ -13,6 +13,7 @@ from vllm_kvmerge import demo
 from vllm_kvmerge.cli import main
 
 CELLS, SAMPLES = 2, 6
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -34,6 +35,20 @@ def test_the_real_server(server, config: str, tmp_path: Path) -> None:
         assert_measured(result, *((128, 4) if result["policy"] == "full" else (64, 2)))
     assert sum(result["score"] for result in results if result["policy"] == "full") >= SAMPLES - 1
     assert server.url in (out / "report.html").read_text()
+
+
+def test_agreement_without_references(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out"
+    example = ["eval", "configs/eval/agreement-demo.yaml", "--endpoint", server.url, "--samples", "2"]
+    assert main([*example, "--output", str(out)]) == 0
+    results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert len(results) == 2 * 7 and "agreement, higher is better" in (out / "summary.md").read_text()
+    for result in results:
+        if result["budget"] in (None, 1.0):
+            assert result["score"] == 1.0 and abs(result["log_prob_change"] or 0.0) < 1e-3
+        elif result["policy"] == "streaming_llm":
+            assert result["score"] < 1.0 and result["log_prob_change"] > 0.1
 
 
 def test_what_the_server_cannot_do(server, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

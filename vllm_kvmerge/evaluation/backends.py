@@ -2,10 +2,11 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.config import EndpointOptions, EngineOptions
 from vllm_kvmerge.evaluation.tasks.base import Tokenizer
+from vllm_kvmerge.request.proof import Verified
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 
-MAX_COMPACTION_SECONDS = 3600.0
-"""Limit of the time that a compression may take in this process."""
+MAX_SECONDS = 3600.0
+"""Limit of the time that a compression, or a verification, may take in this process."""
 
 CPU_SEQUENCES = 8
 """Requests at a time on CPU, unless told: more would not end sooner, and all would end late."""
@@ -30,12 +32,14 @@ CPU_SEQUENCES = 8
 
 @dataclass(frozen=True)
 class Request:
-    """token_ids: the prompt. compression: ``kv_compression``. continuation: token ids to generate; empty: freely."""
+    """token_ids: the prompt. compression: ``kv_compression``. continuation: token ids to generate; empty: freely.
+    verify: whether the answer is compared with the full cache."""
 
     token_ids: list[int]
     compression: dict[str, Any]
     max_tokens: int
     continuation: list[int]
+    verify: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Answer:
     logprobs: list[float]
     usage: dict[str, Any] | None
     seconds: float
+    verified: Verified | None = None
 
 
 class RequestError(Exception):
@@ -111,6 +116,8 @@ class EngineBackend:
         trusted = options.model_dump(include={"revision", "trust_remote_code"}, exclude_none=True)
         self.tokenizer = load_tokenizer(model, **trusted)
         self._llm: Any = None
+        self._outputs: list[Any] = []
+        """Of requests that went on while an answer was verified."""
 
     def start(self, longest: int, with_logprobs: bool) -> None:
         arguments = self.options.arguments()
@@ -134,7 +141,7 @@ class EngineBackend:
             from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
             # Nobody waits for these compressions, and where others use the processor they may take long.
-            own = {"max_compaction_seconds": MAX_COMPACTION_SECONDS, "kvzap": surrogate}
+            own = {"max_compaction_seconds": MAX_SECONDS, "kvzap": surrogate}
             arguments["additional_config"] = {CONFIG_KEY: own}
             self._llm = LLM(self.model, **kvmerge_engine_args(**arguments))
         except Exception as error:
@@ -164,12 +171,16 @@ class EngineBackend:
                         prompt, first = request.token_ids, name
                 if not running:
                     return
-                for output in engine.step():
+                outputs, self._outputs = self._outputs or engine.step(), []
+                for output in outputs:
                     if output.request_id == first:
                         first = None
                     if output.finished:
                         key, request, started = running.pop(output.request_id)
-                        yield key, _read_output(output, request, time.monotonic() - started)
+                        answer = _read_output(output, request, time.monotonic() - started)
+                        if request.verify and isinstance(answer, Answer):
+                            answer = replace(answer, verified=self._verify(output))
+                        yield key, answer
         except Exception as error:
             raise BackendError(f"the engine failed: {type(error).__name__}: {error}") from error
 
@@ -184,8 +195,28 @@ class EngineBackend:
 
             extra[CONTINUATION] = request.continuation
             options = {"max_tokens": len(request.continuation), "ignore_eos": True, "logprobs": 0}
+        if request.verify:
+            from vllm_kvmerge.engine.verification import VERIFY_KEY
+
+            extra[VERIFY_KEY] = name
+            options["logprobs"] = 0
         params = SamplingParams(temperature=0, extra_args=extra, **options)
         self._llm.llm_engine.add_request(name, tokens_input(request.token_ids), params)
+
+    def _verify(self, output: Any) -> Verified:
+        """The answer as the full cache has it: no request begins meanwhile, those that run go on."""
+        engine, (completion,) = self._llm.llm_engine, output.outputs
+        asked = {"key": output.request_id, "answer": list(completion.token_ids), "is_last": True}
+        asked |= {"seconds": MAX_SECONDS, "max_tokens": sys.maxsize, "may_evict": True}
+        client, text = engine.engine_core, json.dumps(asked)
+        if hasattr(client, "call_utility"):  # its engine is in another process
+            found = client.call_utility("kvmerge_verify", text)
+        else:
+            future = client.engine_core.kvmerge_verify(text)
+            while not future.done():
+                self._outputs += engine.step()
+            found = future.result()
+        return Verified.of(json.loads(found), _logprobs(completion), is_sampled=False)
 
     def versions(self) -> dict[str, str]:
         import torch
@@ -199,6 +230,11 @@ class EngineBackend:
             self._llm = None
 
 
+def _logprobs(completion: Any) -> list[float]:
+    """Of each token, ln p."""
+    return [at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+
+
 def _read_output(output: Any, request: Request, seconds: float) -> Answer | RequestError:
     (completion,) = output.outputs
     report = (output.kv_transfer_params or {}).get(REPORT_KEY)
@@ -208,7 +244,7 @@ def _read_output(output: Any, request: Request, seconds: float) -> Answer | Requ
     if request.continuation:
         if list(completion.token_ids) != request.continuation:
             return RequestError("the engine did not generate the continuation that it was given")
-        logprobs = [at[token].logprob for at, token in zip(completion.logprobs, request.continuation, strict=True)]
+        logprobs = _logprobs(completion)
     return Answer(completion.text, logprobs, report, seconds)
 
 
@@ -310,7 +346,7 @@ class EndpointBackend:
             "prompt": request.token_ids,
             "max_tokens": request.max_tokens,
             "temperature": 0,
-            EXTRA_ARGS_KEY: request.compression,
+            EXTRA_ARGS_KEY: request.compression | ({"verify": True} if request.verify else {}),
             "vllm_xargs": {USAGE_KEY: 1},
         }
         try:
@@ -318,7 +354,8 @@ class EndpointBackend:
         except RequestError as error:
             return error
         usage = (answer.get("kv_transfer_params") or {}).get(REPORT_KEY)
-        return Answer(answer["choices"][0]["text"], [], usage, time.monotonic() - started)
+        verified = Verified.model_validate(answer["usage"][EXTRA_ARGS_KEY]["verified"]) if request.verify else None
+        return Answer(answer["choices"][0]["text"], [], usage, time.monotonic() - started, verified)
 
     def versions(self) -> dict[str, str]:
         response = self._get("/version")

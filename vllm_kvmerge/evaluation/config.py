@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -22,7 +22,7 @@ from pydantic import (
 from vllm_kvmerge import demo
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.evaluation.tasks import load_tasks
-from vllm_kvmerge.evaluation.tasks.base import Task
+from vllm_kvmerge.evaluation.tasks.base import Agreement, Task
 from vllm_kvmerge.policies.fields import Budget
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
@@ -97,17 +97,19 @@ class PolicyEntry(_Model):
 
 
 class TaskEntry(_Model):
-    """A task with its options. given: those that the configuration names. What is None is the configuration's own."""
+    """A task with its options. given: those that the configuration names. What is None is the configuration's own, or
+    the task's."""
 
     task: SerializeAsAny[Task]
     given: dict[str, Any]
     samples: PositiveInt | None = None
     question_agnostic: bool | None = None
     chat_template: bool | None = None
+    metric: Literal["agreement"] | None = None
 
     @property
     def label(self) -> str:
-        ways = {"question_agnostic": self.question_agnostic, "chat_template": self.chat_template}
+        ways = self.model_dump(include={"question_agnostic", "chat_template", "metric"})
         return _label(self.task.name, {**self.given, **{name: way for name, way in ways.items() if way is not None}})
 
 
@@ -147,14 +149,18 @@ def _read_task(value: Any) -> Any:
     name = options.pop("task")
     if not isinstance(name, str) or name not in tasks:
         raise ValueError(f"task: unknown task {name!r}; allowed: {', '.join(sorted(tasks))}")
-    entry = {
-        field: options.pop(field) for field in ("samples", "question_agnostic", "chat_template") if field in options
-    }
+    ways = ("samples", "question_agnostic", "chat_template", "metric")
+    entry = {field: options.pop(field) for field in ways if field in options}
+    task_type = tasks[name]
+    if entry.get("metric") is not None:
+        if task_type.needs_logprobs:
+            raise ValueError(f"metric: {name} gives the model its answers; allowed: the task's own")
+        task_type = type(task_type.__name__, (Agreement, task_type), {})
     try:
         # As JSON, so that a list may stand for a tuple although tasks are strict.
-        task = tasks[name].model_validate_json(json.dumps(options))
+        task = task_type.model_validate_json(json.dumps(options))
     except ValidationError as error:
-        raise ValueError(_describe(error, tasks[name])) from None
+        raise ValueError(_describe(error, task_type)) from None
     except TypeError as error:
         raise ValueError(f"options of {name}: {error}") from None
     return {"task": task, "given": options, **entry}
@@ -256,6 +262,7 @@ class EvalConfig(_Model):
                     "samples": self.samples_of(entry),
                     "question_agnostic": self.is_question_agnostic(entry),
                     "chat_template": self.in_chat_template(entry),
+                    "metric": entry.metric,
                 }
                 for entry in self.tasks
             ],

@@ -18,7 +18,8 @@ class Result:
     """One sample under one policy and budget.
 
     cell: task, policy and budget in one text. budget: None for ``full``. sample: its number. seed: the run's. Entries
-    are per KV head of one layer, bytes over all layers; None where the server does not report them.
+    are per KV head of one layer, bytes over all layers; None where the server does not report them. log_prob_change:
+    as in ``Verified``; None: not verified.
     """
 
     cell: str
@@ -36,6 +37,7 @@ class Result:
     peak_entries: int | None
     peak_bytes: int | None
     seconds: float
+    log_prob_change: float | None = None
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class Prompt:
 
     def request(self, cell: Cell) -> Request:
         compression = cell.policy.compression(cell.budget, self.context_tokens)
-        return Request(self.token_ids, compression, self.sample.max_tokens, self.continuation)
+        verify = cell.entry.task.is_verified and cell.budget is not None
+        return Request(self.token_ids, compression, self.sample.max_tokens, self.continuation, verify)
 
 
 def cells_of(config: EvalConfig) -> list[Cell]:
@@ -200,7 +201,7 @@ def _judge(cell: Cell, index: int, prompt: Prompt, answer: Answer | RequestError
         return Failure(cell.key, index, str(answer))
     sample = prompt.sample
     try:
-        score = float(cell.entry.task.score(sample, Completion(answer.text, answer.logprobs)))
+        score = float(cell.entry.task.score(sample, Completion(answer.text, answer.logprobs, answer.verified)))
     except Exception as error:  # the task's own; the other samples can still be scored
         return Failure(cell.key, index, f"score: {type(error).__name__}: {error}")
     usage = answer.usage or {}
@@ -220,4 +221,5 @@ def _judge(cell: Cell, index: int, prompt: Prompt, answer: Answer | RequestError
         peak_entries=usage.get("peak_entries"),
         peak_bytes=usage.get("peak_bytes"),
         seconds=answer.seconds,
+        log_prob_change=answer.verified.log_prob_change if answer.verified else None,
     )

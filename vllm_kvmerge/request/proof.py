@@ -1,6 +1,6 @@
 """The report of what compression did for a request, ``usage.kv_compression`` in its response."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -57,6 +57,24 @@ class Verified(BaseModel):
         "`verify_max_tokens`. `unsupported`: images, embeddings. `unknown`: nothing was generated, or the engine does "
         "not know the request any more.",
     )
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any], log_probs: Sequence[float], is_sampled: bool) -> "Verified":
+        """That of one sequence. found: by the engine (``Verifications.ask``). log_probs: of its tokens with the
+        compressed cache; empty: not known."""
+        skipped: str | None = found.get("skipped")
+        agrees: list[bool] = found.get("agrees", [])
+        count, change = len(agrees), None
+        if count and len(log_probs) == count:
+            change = sum(a - b for a, b in zip(log_probs, found["log_probs"], strict=True)) / count
+        return cls(
+            tokens=count,
+            agreeing=sum(agrees) / count if count and not is_sampled else None,
+            log_prob_change=change,
+            first_difference=None if is_sampled or all(agrees) else agrees.index(False),
+            tokens_computed=found.get("tokens", 0) if not skipped else 0,
+            skipped=skipped,
+        )
 
     @classmethod
     def of_all(cls, parts: "Sequence[Verified]") -> "Verified":

@@ -128,17 +128,4 @@ class Verification:
         if self._is_able:
             # Whoever asks for it may have what any request of theirs might; a share takes nothing from anybody.
             found = await self._verifier.ask(self._key, sequence.tokens, self.is_asked, is_last)
-        skipped: str | None = found.get("skipped")
-        agrees: list[bool] = found.get("agrees", [])
-        count, is_sampled = len(agrees), self._params.temperature > 0.0
-        change = None
-        if count and len(sequence.log_probs) == count:
-            change = sum(a - b for a, b in zip(sequence.log_probs, found["log_probs"], strict=True)) / count
-        return Verified(
-            tokens=count,
-            agreeing=sum(agrees) / count if count and not is_sampled else None,
-            log_prob_change=change,
-            first_difference=None if is_sampled or all(agrees) else agrees.index(False),
-            tokens_computed=found.get("tokens", 0) if not skipped else 0,
-            skipped=skipped,
-        )
+        return Verified.of(found, sequence.log_probs, self._params.temperature > 0.0)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.runs import small_config
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample
 from vllm_kvmerge.evaluation.tasks.jsonl import JsonLines
 
@@ -34,6 +35,7 @@ def test_samples(tmp_path: Path) -> None:
         ({"question": "q", "answer": "a"}, "line 2: unknown field answer; allowed: context, question, references"),
         ({"question": "q", "context": 3, "references": ["a"]}, "line 2: question and context must be texts"),
         ({"question": "q", "references": []}, "line 2: references must be a list of one or more texts"),
+        ({"question": "q"}, "line 2: references must be a list of one or more texts, but for metric: agreement"),
     ],
 )
 def test_what_is_wrong_with_a_file(tmp_path: Path, line: object, said: str) -> None:
@@ -42,6 +44,15 @@ def test_what_is_wrong_with_a_file(tmp_path: Path, line: object, said: str) -> N
     with pytest.raises(ValueError, match="path: .*a.jsonl, ") as error:
         drawn(tmp_path / "a.jsonl", {"question": "q", "references": ["a"]}, line)
     assert said in str(error.value)
+
+
+def test_agreement_takes_no_references(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "q"}\n{"question": "r", "references": ["a"]}')
+    (entry,) = small_config(tmp_path, tasks=[{"task": "jsonl", "path": str(path), "metric": "agreement"}]).tasks
+    samples = entry.task.samples(9, 0, None)  # type: ignore[arg-type]
+    assert [sample.references for sample in samples] == [[], ["a"]]
+    assert entry.label == f"jsonl path={path} metric=agreement" and entry.task.metric == "agreement"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from vllm_kvmerge.request.proof import Verified
+
 
 class Tokenizer(Protocol):
     """Part of a Hugging Face tokenizer that tasks use."""
@@ -41,10 +43,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Completion:
-    """Answer of a model. logprobs: ln p of each token of the sample's continuation; empty where it has none."""
+    """Answer of a model. logprobs: ln p of each token of the sample's continuation; empty where it has none. verified:
+    for tasks that ask for it; None: of the full cache."""
 
     text: str
     logprobs: list[float] = field(default_factory=list)
+    verified: Verified | None = None
 
 
 class Task(BaseModel):
@@ -61,6 +65,9 @@ class Task(BaseModel):
     needs_logprobs: ClassVar[bool] = False
     """True if samples have a continuation."""
 
+    is_verified: ClassVar[bool] = False
+    """True if answers are scored with the full cache, and need no references."""
+
     @abstractmethod
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
         """``count`` samples, or all there are if fewer; the same for the same seed.
@@ -76,6 +83,22 @@ class Task(BaseModel):
     def summary(self, scores: Sequence[float]) -> float:
         """One number for the scores of many samples. Default: their mean."""
         return sum(scores) / len(scores)
+
+
+class Agreement(Task):
+    """Scores any task's answers by the share of their tokens that the full cache would have picked."""
+
+    metric = "agreement"
+    higher_is_better = True
+    is_verified = True
+    summary = Task.summary
+
+    def score(self, sample: Sample, completion: Completion) -> float:
+        if completion.verified is None:
+            return 1.0
+        if completion.verified.agreeing is None:
+            raise ValueError(f"not verified: {completion.verified.skipped}")
+        return completion.verified.agreeing
 
 
 TASKS: dict[str, type[Task]] = {}

@@ -12,7 +12,10 @@ from vllm_kvmerge.evaluation.tasks.data import choose, read_rows
 
 @register
 class JsonLines(Task):
-    """One JSON object per line: ``question``, ``references`` (right answers) and, before the question, ``context``."""
+    """One JSON object per line: ``question``, ``references`` (right answers) and, before the question, ``context``.
+
+    With ``metric: agreement``, references may be left out.
+    """
 
     name = "jsonl"
     source = "a file of your own"
@@ -36,10 +39,12 @@ class JsonLines(Task):
         if unknown := set(data) - {"context", "question", "references"}:
             raise ValueError(f"{place}: unknown field {sorted(unknown)[0]}; allowed: context, question, references")
         context, question, references = data.get("context", ""), data.get("question"), data.get("references")
+        if references is None and self.is_verified:
+            references = []
+        elif not isinstance(references, list) or not references or not all(isinstance(one, str) for one in references):
+            raise ValueError(f"{place}: references must be a list of one or more texts, but for metric: agreement")
         if not isinstance(context, str) or not isinstance(question, str):
             raise ValueError(f"{place}: question and context must be texts")
-        if not isinstance(references, list) or not references or not all(isinstance(one, str) for one in references):
-            raise ValueError(f"{place}: references must be a list of one or more texts")
         return Sample(context, question, references, self.max_tokens)
 
     def score(self, sample: Sample, completion: Completion) -> float:
