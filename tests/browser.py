@@ -75,7 +75,7 @@ def main() -> None:
         side.locator("[name=decode]").select_option("bounded")
         side.locator(".more summary").click()
         for _ in range(2):  # the first time warms the server up
-            page.locator("#demo").click()
+            page.locator("#example").click()
             page.locator("#expected:visible").wait_for()
             page.locator("#run").click()
             wait_for_state(page, "done")

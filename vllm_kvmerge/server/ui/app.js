@@ -3,9 +3,9 @@
 import { ServerError, address, getJson, stream } from "./api.js";
 import { Contexts } from "./contexts.js";
 import { element } from "./dom.js";
-import { PolicyForm } from "./form.js";
+import { FULL, PolicyForm } from "./form.js";
 import { asCurl, toJson } from "./json.js";
-import { Measurement, formatBytes, formatNumber, formatSeconds } from "./measure.js";
+import { Measurement, formatBytes, formatNumber, formatSeconds, formatVerified } from "./measure.js";
 import { Plot } from "./plot.js";
 
 const SIDES = [{ side: "a", letter: "A", policy: "full" }, { side: "b", letter: "B" }];
@@ -51,6 +51,8 @@ class Side {
       ? { messages: [{ role: "user", content: fields.prompt.value }] }
       : { prompt: fields.prompt.value };
     const { max_tokens: maxTokens, temperature } = fields;
+    const compression = this.form.value();
+    if (fields.verify.checked && compression.policy !== FULL) compression.verify = true;
     return {
       model: fields.model.value,
       ...content,
@@ -59,7 +61,7 @@ class Side {
       ...(fields.ignore_eos.checked ? { ignore_eos: true } : {}),
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
-      kv_compression: this.form.value(),
+      kv_compression: compression,
       vllm_xargs: { kvmerge_usage: "stream" },
     };
   }
@@ -145,6 +147,7 @@ class Side {
     if (measurement.report?.external_bytes) {
       figures.push(["complete cache", formatBytes(measurement.report.external_bytes)], ["refreshes", `${measurement.report.refreshes}`]);
     }
+    if (measurement.verified) figures.push(["verified", formatVerified(measurement.verified)]);
     this.find(".figures").replaceChildren(...figures.map(([name, value]) =>
       element("div", {}, [element("dt", {}, [name]), element("dd", { "data-figure": name }, [value || "–"])])));
     this.showEvents(measurement.compressions);

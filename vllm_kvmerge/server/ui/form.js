@@ -3,8 +3,8 @@
 import { Share } from "./json.js";
 import { element } from "./dom.js";
 
-const FULL = "full";
-const HANDLED = ["policy", "budget", "context_tokens", "refresh"];
+export const FULL = "full";
+const HANDLED = ["policy", "budget", "context_tokens", "refresh", "verify"];
 const DEFAULT_BUDGETS = { share: 20, entries: 256 };
 
 export class PolicyForm {

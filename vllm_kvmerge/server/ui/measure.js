@@ -11,6 +11,7 @@ export class Measurement {
     this.arrivals = []; // [seconds since the request was sent, tokens of the answer so far]
     this.rates = []; // [seconds, tokens per second]
     this.report = null; // the server's, at the end
+    this.verified = null; // the answer, compared with the full cache
   }
 
   /** chunk: an event of the stream. seconds: since the request was sent. */
@@ -19,6 +20,7 @@ export class Measurement {
     this.reported.push(...steps);
     if (steps.length) this.lag = Math.min(this.lag, Math.max(0, seconds - steps.at(-1).end));
     if ("mean_bytes" in report) this.report = report;
+    this.verified = chunk.usage?.kv_compression?.verified ?? this.verified;
     const tokens = chunk.usage?.completion_tokens;
     if (tokens && tokens !== this.numTokens) this.noteTokens(seconds, tokens);
   }
@@ -75,5 +77,17 @@ export function formatBytes(bytes) {
 /** Three digits, thousands apart. */
 export const formatNumber = (value) =>
   value.toLocaleString("en", value >= 100 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 });
+
+const CHANGE = { minimumFractionDigits: 3, maximumFractionDigits: 3, signDisplay: "exceptZero" };
+
+/** "97% as the full cache, ...", of usage.kv_compression.verified. */
+export function formatVerified({ skipped, agreeing, first_difference: first, log_prob_change: change }) {
+  if (skipped) return `skipped: ${skipped}`;
+  return [
+    agreeing === null ? "" : `${formatNumber(100 * agreeing)}% as the full cache`,
+    first === null ? "" : `first difference at token ${first + 1}`,
+    change === null ? "" : `change of log p ${change.toLocaleString("en", CHANGE)}`,
+  ].filter(Boolean).join(", ");
+}
 
 export const formatSeconds = (seconds) => `${seconds.toFixed(2)} s`;
