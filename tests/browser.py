@@ -69,6 +69,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with open_page(arguments.url, viewport={"width": 1280, "height": 720}, color_scheme="light") as page:
         side = page.locator(".side.b")
+        page.get_by_label("Verify").check()
         side.locator("[name=policy]").select_option("snapkv")
         side.locator("[name=budget]").fill("30")
         side.locator(".more summary").click()

@@ -141,21 +141,21 @@ def test_the_example_prompt_is_asked_and_marked(page):
 def test_answers_are_compared_with_the_full_cache(server, page):
     fill(page, recall.draw_prompt(np.random.default_rng(1), 300, 8).text, 40)
     plain, side = choose(page, "a", "full"), choose(page, "b", "random", "33", "entries")
-    page.get_by_label("Compare with the full cache").check()
+    page.get_by_label("Verify").check()
     run(page)
     body = {**curl_body(side), "stream": False, "cache_salt": "another"}
     del body["stream_options"]
     told = server.post("/v1/completions", body).json()["usage"]["kv_compression"]["verified"]
     assert side.locator("[data-figure=verified]").inner_text() == (
         f"{100 * told['agreeing']:.3g}% as the full cache, first difference at token {told['first_difference'] + 1}, "
-        f"change of log p {told['log_prob_change']:+.3f}"
+        f"log p {told['log_prob_change']:+.3f}"
     )
     assert plain.locator("[data-figure=verified]").count() == 0
     assert curl_body(plain)["kv_compression"] == {"policy": "full"}
     show = "async (verified) => (await import('./ui/measure.js')).formatVerified(verified)"
     whole = {"skipped": None, "agreeing": 1.0, "first_difference": None, "log_prob_change": -1e-6}
-    assert page.evaluate(show, whole) == "100% as the full cache, change of log p 0.000"
-    assert page.evaluate(show, whole | {"agreeing": None}) == "change of log p 0.000"
+    assert page.evaluate(show, whole) == "100% as the full cache, log p 0.000"
+    assert page.evaluate(show, whole | {"agreeing": None}) == "log p 0.000"
     assert page.evaluate(show, whole | {"skipped": "no_room"}) == "skipped: no_room"
 
 

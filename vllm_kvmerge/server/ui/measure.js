@@ -86,7 +86,7 @@ export function formatVerified({ skipped, agreeing, first_difference: first, log
   return [
     agreeing === null ? "" : `${formatNumber(100 * agreeing)}% as the full cache`,
     first === null ? "" : `first difference at token ${first + 1}`,
-    change === null ? "" : `change of log p ${change.toLocaleString("en", CHANGE)}`,
+    change === null ? "" : `log p ${change.toLocaleString("en", CHANGE)}`,
   ].filter(Boolean).join(", ");
 }
 
