@@ -216,11 +216,14 @@ class Row:
 
 
 def rows_of(cells: Iterable[Cell]) -> tuple[list[str], list[Row]]:
-    """The tasks that count, and the policies that all of them have, best first."""
+    """The tasks that count, and the policies that all of them have, best first, by prompts that all have answered."""
     by_policy: dict[str, dict[tuple[str, float | None], Cell]] = defaultdict(dict)
     for cell in cells:
         by_policy[cell.policy][cell.task, cell.budget] = cell
     full = {task: cell for (task, _), cell in by_policy.get(FULL, {}).items()}
+    common: dict[tuple[str, float | None], set[str]] = {}
+    for place, cell in (one for found in by_policy.values() for one in found.items() if one[0][0] in full):
+        common[place] = common.get(place, set(full[cell.task].scores)) & cell.scores.keys()
     tasks = [task for task, cell in full.items() if np.mean(list(cell.scores.values())) >= LEAST]
     rows = []
     for policy, found in by_policy.items():
@@ -232,7 +235,7 @@ def rows_of(cells: Iterable[Cell]) -> tuple[list[str], list[Row]]:
             means, draws, held = [], [], []
             for task in tasks:
                 cell = found[task, budget]
-                samples = sorted(cell.scores.keys() & full[task].scores.keys())
+                samples = sorted(common[task, budget])
                 scores = np.array([cell.scores[one] for one in samples])
                 whole = np.mean([full[task].scores[one] for one in samples])
                 drawn = np.random.default_rng(zlib.crc32(task.encode())).integers(
@@ -293,9 +296,13 @@ def deciding_cells(cells: Iterable[Cell], case: Case) -> list[Cell]:
     return [cell for cell in of_case if cell.run == run]
 
 
-def recommended(tables: dict[Case, tuple[list[str], list[Row]]], cells: list[Cell]) -> Recommendations:
+def recommended(
+    tables: dict[Case, tuple[list[str], list[Row]]], cells: list[Cell], all_cells: list[Cell]
+) -> Recommendations:
+    """``cells``: those of the tables. What policies of the one case hold is measured in the other, or by the screen."""
     cases: dict[Case, list[Measured]] = {}
-    held = {row.policy: row.held.get(DECIDING, 1.0) for row in tables["later"][1]}
+    screened = rows_of(cell for cell in all_cells if (cell.run, cell.case) == ("real-screen", "later"))[1]
+    held = {row.policy: row.held.get(DECIDING, 1.0) for row in (*screened, *tables["later"][1])}
     for case, (_, rows) in tables.items():
         ranked = ranked_for_default(rows)
         even = [row for row in ranked if not row.uneven]
@@ -404,7 +411,7 @@ def main() -> None:
     save(cells)
     deciding = [cell for case in TITLES for cell in deciding_cells(cells, case)]
     tables = {case: rows_of(cell for cell in deciding if cell.case == case) for case in TITLES}
-    found = recommended(tables, deciding)
+    found = recommended(tables, deciding, cells)
     PAGE.write_text(page(cells, found))
     TABLE.write_text(found.model_dump_json(indent=1) + "\n")
 
