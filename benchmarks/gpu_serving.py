@@ -6,7 +6,8 @@ are to stock vLLM's full cache in the same turn. ``plain`` is the plugin serving
 Parts: ``latency``, ``throughput`` (of as many requests as the same bytes of KV cache hold), and papers' comparisons, as
 ratios on a model of the shape that theirs has: ``keepkv`` (table 1), ``zsmerge`` (table 1), ``zsmerge-length`` (figure
 3), ``morphkv`` (table 4), ``grkv`` (figure 4). What a part has measured is saved after each turn, beside what the
-file holds of other parts; a part that fails stops no other.
+file holds of other parts. A case or a side that fails stops no other, nor does a part. Sizes are as large as the GPU
+allows, at most those that are asked for.
 
 ``--device cpu`` runs every part with tiny models and lengths, to see that it runs: its figures mean nothing.
 """
@@ -20,8 +21,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -45,12 +46,14 @@ SHAPES = {
 }
 SHRINK = 16
 """Of lengths, on the CPU."""
+USABLE, BESIDE = 0.95, 3 << 30
+"""Share of the GPU that two sides may take, and bytes of each beside weights and pool (an estimate)."""
 STOCK, PLAIN = "stock vLLM", "plain"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case of a part. Ratios are to ``stock vLLM`` in the same turn, None where there is none.
+    """One case of a part. Ratios are to ``stock vLLM`` in the same turn, None where there is none or it failed.
 
     requests: at the same time. length, generated: tokens of each. turns: how many are counted. decode: tokens per
     second while all generate, mean over that time, so compactions are in it. intertoken: mean milliseconds between a
@@ -66,12 +69,12 @@ class Row:
     requests: int
     turns: int
     decode: Spread
-    decode_ratio: Spread
+    decode_ratio: Spread | None
     intertoken: Spread
-    intertoken_ratio: Spread
+    intertoken_ratio: Spread | None
     intertoken_p99: float
     total: Spread
-    total_ratio: Spread
+    total_ratio: Spread | None
     peak_usage: float
     preemptions: int
     first_token: Spread | None = None
@@ -90,18 +93,24 @@ class Job:
     theirs: float | None = None
 
 
-Metric = Callable[[Row, list[Row]], float]
+Metric = Callable[[Row, list[Row]], float | None]
 METRICS: dict[str, Metric] = {
-    "decode throughput": lambda row, rows: row.decode_ratio.median,
-    "total throughput": lambda row, rows: row.total_ratio.median,
-    "intertoken latency": lambda row, rows: row.intertoken_ratio.median,
+    "decode throughput": lambda row, rows: _median(row.decode_ratio),
+    "total throughput": lambda row, rows: _median(row.total_ratio),
+    "intertoken latency": lambda row, rows: _median(row.intertoken_ratio),
     # Theirs is 1 / (runtime x memory), to 2%: as many more requests as fit, each so much slower.
     "1 / (runtime x memory) against snapkv": lambda row, rows: _against(rows, "snapkv", row),
 }
 
 
-def _against(rows: list[Row], name: str, row: Row) -> float:
-    other = next(one for one in rows if one.case.startswith(name))
+def _median(ratio: Spread | None) -> float | None:
+    return None if ratio is None else ratio.median
+
+
+def _against(rows: list[Row], name: str, row: Row) -> float | None:
+    other = next((one for one in rows if one.case.startswith(name)), None)
+    if other is None:
+        return None
     return (row.total.median / other.total.median) * (other.peak_usage / row.peak_usage)
 
 
@@ -115,11 +124,14 @@ class OutOfTimeError(Exception):
 
 @dataclass
 class Bench:
-    """What parts share. scale: what lengths are divided by. until: when no turn begins any more, of perf_counter."""
+    """What parts share. scale: what lengths are divided by. until: when no turn begins any more, of perf_counter.
+    memory: bytes of the GPU. failed: errors of the part's cases."""
 
     arguments: argparse.Namespace
     scale: int
     until: float
+    memory: int = sys.maxsize
+    failed: dict[str, str] = field(default_factory=dict)
 
     def size(self, tokens: int) -> int:
         """A length, as the device allows it; whole blocks."""
@@ -128,13 +140,23 @@ class Bench:
     def shape(self, name: str, longest: int) -> ModelShape:
         return replace(SHAPES["tiny" if self.scale > 1 else name], max_tokens=longest)
 
+    def room(self, shape: ModelShape) -> float:
+        """Tokens for which both sides can have a pool."""
+        room = USABLE * self.memory - 2 * (shape.weight_bytes + BESIDE)
+        return room / (2 * shape.bytes_per_token + shape.metadata_bytes_per_token)
+
     @contextmanager
     def sides(
         self, name: str, longest: int, pool_tokens: int, equal_bytes: bool = False
     ) -> Iterator[tuple[Side, Side]]:
-        """Stock vLLM and the plugin with a model of a shape; equal_bytes: metadata count in the pool."""
+        """Stock vLLM and the plugin with a model of a shape; equal_bytes: metadata count in the pool.
+
+        Raises RuntimeError if the GPU is too small for them.
+        """
         shape = self.shape(name, longest)
         pool_tokens = max(pool_tokens, longest)
+        if pool_tokens > (room := self.room(shape)):
+            raise RuntimeError(f"pools of {pool_tokens} tokens are too large for this GPU, which holds {room:.0f}")
         options: dict[str, Any] = {"max_num_seqs": self.arguments.max_requests}
         if self.arguments.device == "cuda":
             # The share of the GPU that vLLM wants to find free; how much it takes is said by the pool.
@@ -160,14 +182,15 @@ class Bench:
     def measure(
         self, jobs: Sequence[Job], length: int, generated: int, cached: bool, with_first_token: bool = False
     ) -> Iterator[list[Row]]:
-        """Rows of the jobs after each turn that counts; the first is what others are compared with.
+        """Rows of the jobs after each turn that counts; the first is what others are compared with. A job that fails is
+        noted in ``failed``, and has no further turns.
 
         cached: prompts are known from a turn that does not count; otherwise each turn computes them anew, after a short
         one in which kernels that have not run yet are compiled.
 
         Raises:
             OutOfTimeError: before a turn, if there is no time left.
-            RuntimeError: the requests of a job never generated all at once.
+            RuntimeError: all jobs have failed.
         """
         rng = np.random.default_rng([self.arguments.seed, length])
 
@@ -175,6 +198,9 @@ class Bench:
             return rng.integers(1, 32_000, (count, length)).tolist()
 
         prompts = draw(max(job.requests for job in jobs))
+        runs: dict[str, list[Run]] = {job.case.name: [] for job in jobs}
+        firsts: dict[str, list[Run]] = {job.case.name: [] for job in jobs}
+        left = list(jobs)
 
         def warm_up(job: Job) -> None:
             # The second prompt is computed while the first request generates and is compressed again.
@@ -185,32 +211,46 @@ class Bench:
             case = job.case
             run = case.side.run(prompts[: job.requests], generated, case.compression, cold=not cached)
             if min(times[-1] for times in run.token_times) <= run.time_to_second_token:
-                raise RuntimeError(f"{case.name}: a request ended before all had begun; generate more tokens")
+                raise RuntimeError("a request ended before all had begun; generate more tokens")
             return run, [case.side.run(draw(1), 2, case.compression, cold=False)] if with_first_token else []
 
-        wait([job.case for job in jobs])
-        runs: dict[str, list[Run]] = {job.case.name: [] for job in jobs}
-        firsts: dict[str, list[Run]] = {job.case.name: [] for job in jobs}
+        def counted(job: Job) -> None:
+            run, first = turn(job)
+            runs[job.case.name].append(run)
+            firsts[job.case.name] += first
+
+        def attempt(job: Job, run: Callable[[Job], object]) -> None:
+            try:
+                run(job)
+            except RuntimeError as error:
+                left.remove(job)
+                self.failed[f"{job.case.name}, {length} tokens"] = str(error)
+                print(f"{job.case.name} failed: {error}", file=sys.stderr, flush=True)
+                with suppress(RuntimeError):
+                    job.case.side.revive()
+
+        for job in jobs:
+            attempt(job, lambda job: wait([job.case]))
         for number in range(1 + self.arguments.repeats):
             if perf_counter() > self.until:
                 raise OutOfTimeError
-            for job in track(jobs, f"{length} tokens, turn {number} of {self.arguments.repeats}"):
-                if number > 0:
-                    run, first = turn(job)
-                    runs[job.case.name].append(run)
-                    firsts[job.case.name] += first
-                elif cached:
-                    turn(job)
-                else:
-                    warm_up(job)
+            for job in track(list(left), f"{length} tokens, turn {number} of {self.arguments.repeats}"):
+                attempt(job, counted if number > 0 else turn if cached else warm_up)
+            if not left:
+                raise RuntimeError("all cases have failed")
             if number > 0:
-                yield [self._row(job, length, generated, runs, firsts, jobs[0].case.name) for job in jobs]
+                yield [self._row(job, length, generated, runs, firsts, jobs[0].case.name) for job in left]
 
     @staticmethod
     def _row(
         job: Job, length: int, generated: int, runs: dict[str, list[Run]], firsts: dict[str, list[Run]], base: str
     ) -> Row:
         own, first = runs[job.case.name], firsts[job.case.name]
+
+        def compared(some: list[Run], others: list[Run], value: Callable[[Run], float]) -> Spread | None:
+            # Stock vLLM may have failed in a later turn.
+            return ratios(some[: len(others)], others, value) if some and others else None
+
         latencies = sorted(value for run in own for value in run.intertoken_latencies)
 
         def decode(run: Run) -> float:
@@ -229,26 +269,27 @@ class Bench:
             job.requests,
             len(own),
             spread(own, decode),
-            ratios(own, runs[base], decode),
+            compared(own, runs[base], decode),
             spread(own, intertoken),
-            ratios(own, runs[base], intertoken),
+            compared(own, runs[base], intertoken),
             1e3 * latencies[int(0.99 * (len(latencies) - 1))],
             spread(own, total),
-            ratios(own, runs[base], total),
+            compared(own, runs[base], total),
             max(run.peak_usage or 0.0 for run in own),
             max(run.preemptions for run in own),
             spread(first, first_token) if first else None,
-            ratios(first, firsts[base], first_token) if first else None,
+            compared(first, firsts[base], first_token),
         )
 
     @staticmethod
     def compared(rows: list[Row], jobs: Sequence[Job], metric: str) -> list[Row]:
         """Rows beside what a paper reports."""
+        theirs = {job.case.name: job.theirs for job in jobs}
         return [
-            replace(row, their_metric=metric, theirs=job.theirs, ours=METRICS[metric](row, rows))
-            if job.theirs is not None
-            else row
-            for row, job in zip(rows, jobs, strict=True)
+            row
+            if theirs[row.case] is None
+            else replace(row, their_metric=metric, theirs=theirs[row.case], ours=METRICS[metric](row, rows))
+            for row in rows
         ]
 
     def compression(self, policy: str, budget: float | int, **parameters: Any) -> dict[str, Any]:
@@ -258,10 +299,16 @@ class Bench:
 def latency(bench: Bench) -> Iterator[list[Row]]:
     """Decode and first token at each length: full cache, plain, and policies with budgets."""
     given = bench.arguments
-    lengths, together = [bench.size(length) for length in given.lengths], bench.size(given.together)
-    generated = given.tokens
-    counts = {length: min(max(1, together // length), given.max_requests) for length in lengths}
+    lengths, generated = [bench.size(length) for length in given.lengths], given.tokens
+    room, together = bench.room(SHAPES[given.shape]), bench.size(given.together)
+    # Room for one request of each case at least, and for one that is computed meanwhile.
+    lengths = [length for length in lengths if 2.35 * (length + generated + 64) <= room] or [min(lengths)]
     longest = max(lengths) + generated + 64
+    at_once = int((room - 1.2 * longest) / 1.15)
+    counts = {
+        length: max(1, min(together // length, at_once // (length + generated), given.max_requests))
+        for length in lengths
+    }
     pool = max(int(1.15 * count * (length + generated)) for length, count in counts.items()) + int(1.2 * longest)
     with bench.sides(given.shape, longest, pool) as (stock, ours):
         cases = [Case(STOCK, stock), Case(PLAIN, ours)]
@@ -407,6 +454,7 @@ def verdicts(found: dict[str, list[Row]], length: int) -> list[str]:
     lines = []
     for aim in AIMS:
         rows = [r for r in found.get(aim.part, []) if r.length == length and r.case.endswith(" " + AIM_BUDGET)]
+        rows = [row for row in rows if getattr(row, aim.field) is not None]
         told = "; ".join(f"{row.case.split()[0]} {aim.verdict(row)}" for row in rows)
         lines.append(f"{aim.what}: {told or 'not measured'}")
     return lines
@@ -418,11 +466,11 @@ def show(part: str, rows: list[Row]) -> None:
         return [
             str(row.requests),
             str(row.decode),
-            str(row.decode_ratio),
+            str(row.decode_ratio or ""),
             str(row.intertoken),
-            str(row.intertoken_ratio),
+            str(row.intertoken_ratio or ""),
             f"{row.intertoken_p99:.2f}",
-            str(row.total_ratio),
+            str(row.total_ratio or ""),
             str(row.first_token or ""),
             str(row.first_token_ratio or ""),
             f"{row.peak_usage:.2f}, {row.preemptions}",
@@ -435,7 +483,9 @@ def show(part: str, rows: list[Row]) -> None:
     print_table(title, heads, {row.case: cells(row) for row in rows}, first="")
 
 
-def save(path: Path, part: str, arguments: argparse.Namespace, gpu: str | None, rows: list[Row]) -> None:
+def save(
+    path: Path, part: str, arguments: argparse.Namespace, gpu: str | None, rows: list[Row], failed: dict[str, str]
+) -> None:
     """Puts a part into the file, in the place of what was there of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = json.loads(path.read_text()) if path.exists() else {}
@@ -444,6 +494,7 @@ def save(path: Path, part: str, arguments: argparse.Namespace, gpu: str | None, 
         "machine": machine() | {"gpu": gpu},
         "arguments": vars(arguments) | {"shape_of_parts": asdict(shape)},
         "rows": [asdict(row) for row in rows],
+        "failed": failed,
     }
     path.write_text(json.dumps(parts, indent=1, default=str) + "\n")
 
@@ -456,7 +507,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stock-backend", metavar="NAME", help="stock vLLM's attention; default: what it chooses")
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of latency and throughput; papers have own ones")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65_536, 16_384, 4096], help="of latency")
-    parser.add_argument("--together", type=int, default=4 * 65_536, help="tokens of all prompts, in latency")
+    parser.add_argument("--together", type=int, default=4 * 65_536, help="most tokens of all prompts, in latency")
     parser.add_argument("--throughput-lengths", type=int, nargs="+", default=[65_536])
     parser.add_argument("--throughput-tokens", type=int, default=512, help="generated per request, in throughput")
     parser.add_argument("--fit", type=int, default=2, help="whole requests that the pool holds, in throughput")
@@ -465,7 +516,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-requests", type=int, default=64)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.1, 0.05])
     parser.add_argument("--interval", type=int, default=16)
-    parser.add_argument("--policies", nargs="+", default=["keepkv", "snapkv", "streaming_llm"])
+    parser.add_argument("--policies", nargs="+", default=["snapkv", "keepkv", "streaming_llm"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="after which no further turn is begun")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="where to keep what the engines print")
@@ -482,17 +533,19 @@ def main() -> int:
     gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
     scale = SHRINK if arguments.device == "cpu" else 1
     until = math.inf if arguments.minutes is None else perf_counter() + 60 * arguments.minutes
-    bench = Bench(arguments, scale, until)
+    memory = sys.maxsize if gpu is None else torch.cuda.get_device_properties(0).total_memory
+    bench = Bench(arguments, scale, until, memory)
     found: dict[str, list[Row]] = {}
     failed = []
     for part in arguments.parts:
         measured: dict[tuple[str, int, int], Row] = {}
+        bench.failed = {}
         try:
             for rows in PARTS[part](bench):
                 # A turn's rows take the place of those of fewer turns.
                 measured |= {(row.case, row.length, row.requests): row for row in rows}
                 found[part] = list(measured.values())
-                save(arguments.output, part, arguments, gpu, found[part])
+                save(arguments.output, part, arguments, gpu, found[part], bench.failed)
                 show(part, rows)
         except OutOfTimeError:
             print(f"{part}: {arguments.minutes:g} minutes are over; not all of it was measured", flush=True)
@@ -500,10 +553,12 @@ def main() -> int:
         except Exception:
             traceback.print_exc()
             failed.append(part)
+        finally:
+            failed += [f"{part}: {case}" for case in bench.failed]
     print(f"At {bench.size(AIM_LENGTH)} tokens and budget {AIM_BUDGET}:")
     print("\n".join(verdicts(found, bench.size(AIM_LENGTH))))
     if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 

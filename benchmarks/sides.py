@@ -30,6 +30,9 @@ for process in (*side.children(recursive=True), side):
 """Kills a side whose benchmark has ended without doing so: processes that are stopped notice nothing."""
 
 
+VOCABULARY = 32_000
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A Llama with random weights: attention is to matter, not what it says. intermediate: 4 x width if not given."""
@@ -47,7 +50,7 @@ class ModelShape:
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": 32_000,
+            "vocab_size": VOCABULARY,
             "hidden_size": self.width,
             "intermediate_size": self.intermediate or 4 * self.width,
             "num_hidden_layers": self.layers,
@@ -67,6 +70,13 @@ class ModelShape:
     def bytes_per_token(self) -> int:
         """Of KV cache in bfloat16, without our metadata."""
         return self.layers * self.kv_heads * self.head_size * 2 * 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights in bfloat16, but for the norms'."""
+        heads = 2 * (self.query_heads + self.kv_heads) * self.head_size
+        layer = self.width * (heads + 3 * (self.intermediate or 4 * self.width))
+        return 2 * (VOCABULARY * self.width + self.layers * layer)
 
     @property
     def metadata_bytes_per_token(self) -> int:
@@ -168,19 +178,30 @@ class Side:
     ) -> None:
         self.name = name
         self._log = log.open("a+") if log is not None else tempfile.TemporaryFile("w+")  # noqa: SIM115
-        path = Path(__file__).parent / script
+        self._command = [python, str(Path(__file__).parent / script), json.dumps(arguments)]
+        self._environment = os.environ | ({} if package is None else {"PYTHONPATH": str(package.resolve())})
+        self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
-            [python, str(path), json.dumps(arguments)],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | ({} if package is None else {"PYTHONPATH": str(package.resolve())}),
+            env=self._environment,
         )
         self._guard = subprocess.Popen(
             [sys.executable, "-c", GUARD, str(self._process.pid)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        self._is_ready = False
+        self._is_ready = self._has_ended = False
+
+    def revive(self) -> None:
+        """Starts it again, and waits for it, if it has ended after it was ready. Raises as ``wait``."""
+        if self._is_ready and self._has_ended:
+            self._end()
+            self._start()
+            self.wait()
 
     def wait(self) -> None:
         """Until it can run something; sides start at the same time."""
@@ -215,6 +236,7 @@ class Side:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            self._has_ended = True
             self._log.seek(0)
             raise RuntimeError(f"{self.name} ended: {self._log.read()[-LOG_END:]}")
         return json.loads(line)
@@ -228,6 +250,10 @@ class Side:
 
     def close(self) -> None:
         """Asks it to end, and ends it where it does not."""
+        self._end()
+        self._log.close()
+
+    def _end(self) -> None:
         self._guard.kill()
         self._guard.communicate()
         self._signal(signal.SIGCONT)
@@ -239,7 +265,6 @@ class Side:
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self._process.wait()
-        self._log.close()
 
     def __enter__(self) -> Self:
         return self

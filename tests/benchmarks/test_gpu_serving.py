@@ -1,8 +1,10 @@
 """The benchmark of serving on a GPU: on the CPU it runs tiny shapes, and without a GPU it says so."""
 
 import json
+import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +86,64 @@ def test_a_part_that_fails_stops_no_other(benchmark, monkeypatch, tmp_path, caps
     told = capsys.readouterr()
     assert "an engine ended" in told.err and told.err.endswith("failed: latency\n")
     assert "keepkv: 9 minutes are over" in told.out and "1.05 x full cache: not measured" in told.out
+
+
+SIDE = f"""
+import sys
+sys.path.insert(0, {str(FOLDER)!r})
+from sides import Run, answers, serve
+
+def run(prompts, max_tokens, compression, cold):
+    assert compression != {{"policy": "fails"}}, "of this case"
+    return Run([[0.1 * (number + 1) for number in range(max_tokens)] for _ in prompts], 0.5)
+
+serve(run, answers())
+"""
+
+
+@pytest.mark.parametrize("has_stock", [True, False])
+def test_a_case_or_side_that_fails_stops_no_other(benchmark, has_stock, tmp_path):
+    from sides import Side
+    from turns import Case
+
+    (tmp_path / "side.py").write_text(SIDE)
+    (tmp_path / "broken.py").write_text("")
+    bench = benchmark.Bench(benchmark.parse(["--repeats", "2"]), scale=1, until=math.inf)
+    with (
+        Side("stock", tmp_path / ("side.py" if has_stock else "broken.py"), {}) as stock,
+        Side("plugin", tmp_path / "side.py", {}) as ours,
+    ):
+        policies = [Case(name, ours, {"policy": name}) for name in ("fails", "works")]
+        jobs = [benchmark.Job(case, 2) for case in (Case(benchmark.STOCK, stock), *policies)]
+        *_, rows = bench.measure(jobs, 64, 20, cached=True, with_first_token=True)
+    assert "of this case" in bench.failed.pop("fails, 64 tokens")
+    assert [row.case for row in rows] == [benchmark.STOCK] * has_stock + ["works"] and rows[-1].turns == 2
+    assert (rows[-1].decode_ratio is not None) == (rows[-1].first_token_ratio is not None) == has_stock
+    assert list(bench.failed) == [f"{benchmark.STOCK}, 64 tokens"] * (not has_stock)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "expected"),
+    [(150, {65_536: 4, 16_384: 16}), (85, {65_536: 1, 16_384: 4}), (65, {16_384: 4}), (40, None)],
+)
+def test_sizes_follow_the_gpu(benchmark, gigabytes, expected, monkeypatch):
+    found = {}
+
+    def measured(bench, jobs, length, *_, **__):
+        found[length] = jobs[0].requests
+        return iter(())
+
+    monkeypatch.setattr(benchmark.Bench, "measure", measured)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # what is set is undone afterwards
+    monkeypatch.setattr(benchmark, "vllm_side", lambda *_, **__: nullcontext())
+    arguments = benchmark.parse(["--lengths", "65536", "16384"])
+    bench = benchmark.Bench(arguments, scale=1, until=math.inf, memory=gigabytes * 10**9)
+    if expected is None:
+        with pytest.raises(RuntimeError, match="too large for this GPU"):
+            list(benchmark.latency(bench))
+    else:
+        list(benchmark.latency(bench))
+        assert found == expected
 
 
 def test_a_side_ends_with_a_benchmark_that_is_killed(tmp_path):
