@@ -405,6 +405,20 @@ def test_where_heads_have_pages_of_their_own(tmp_path: Path) -> None:
         assert request_limits(config).head_pages == expected
 
 
+def test_memory_beside_the_cache_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small share of it, unless one request is allowed more; however long requests may be."""
+    monkeypatch.setattr("vllm.platforms.current_platform.get_device_total_memory", lambda: 80 << 30)
+    long = LLAMA | {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "num_attention_heads": 8}
+    config = vllm_config(tmp_path, long | {"head_dim": 128, "num_hidden_layers": 32}, **kvmerge_engine_args())
+    in_ram = request_limits(config)
+    config.device_config.device_type = "cuda"
+    on_gpu = request_limits(config)
+    assert (in_ram.max_bytes, in_ram.kept_bytes) == (3 << 30, 12 << 30)
+    assert on_gpu.max_bytes == on_gpu.kept_bytes == int(0.03 * (80 << 30))
+    config.additional_config = {"kvmerge": {"max_compaction_bytes": 4 << 30}}
+    assert request_limits(config).kept_bytes == 4 << 30
+
+
 def cuda_config(folder: Path, model: dict[str, Any], **engine_args: Any) -> Any:
     """As for a GPU, in what is looked at."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -25,7 +25,7 @@ from vllm_kvmerge.engine.support import (
 from vllm_kvmerge.ops import OPERATORS
 from vllm_kvmerge.ops.choice import check_overrides
 from vllm_kvmerge.policies import PRESETS, load_plugins
-from vllm_kvmerge.request.limits import Limits, ModelShape
+from vllm_kvmerge.request.limits import DEVICE_SHARE, Limits, ModelShape
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class PluginConfig(BaseModel):
         None,
         description="Memory outside the cache that a request's newest queries may take, and work on one KV head, per "
         f"worker; requests that need more are refused. Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or "
-        f"{LAYERS_AT_ONCE} times the float32 keys and values of one layer of the longest request if that is more.",
+        f"{LAYERS_AT_ONCE} times the float32 keys and values of one layer of the longest request if that is more; "
+        f"on a GPU at most {DEVICE_SHARE:.0%} of its memory.",
     )
     compaction_workspace_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 40)
     """Working memory of compactions, per worker: as many layers and heads are compressed at once as fit into it.
@@ -172,13 +173,19 @@ def shares_contexts(vllm_config: "VllmConfig") -> bool:
 
 def request_limits(vllm_config: "VllmConfig") -> Limits:
     """Limits of an engine's requests."""
+    from vllm.platforms import current_platform
+
     options, model, parallel = plugin_config(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     allowed, layer = options.allowed_policies, full_layer(model)
     num_kv_heads = model.get_num_kv_heads(parallel, layer)
     one_layer = 4 * 2 * num_kv_heads * layer.head_size * model.max_model_len
+    max_bytes, device_room = max(LEAST_COMPACTION_BYTES, LAYERS_AT_ONCE * one_layer), None
+    if vllm_config.device_config.device_type == "cuda":
+        device_room = int(DEVICE_SHARE * current_platform.get_device_total_memory())
+        max_bytes = min(max_bytes, device_room)
     return Limits(
         allowed_policies=None if allowed is None else frozenset(allowed),
-        max_bytes=options.max_compaction_bytes or max(LEAST_COMPACTION_BYTES, LAYERS_AT_ONCE * one_layer),
+        max_bytes=options.max_compaction_bytes or max_bytes,
         max_seconds=options.max_compaction_seconds,
         workspace_bytes=options.compaction_workspace_bytes,
         shape=ModelShape(
@@ -207,6 +214,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         shares_contexts=shares_contexts(vllm_config),
+        device_room=device_room,
         pool_bytes=vllm_config.cache_config.kv_cache_memory_bytes,
         head_pages=options.head_pages
         and not (

@@ -25,6 +25,9 @@ KEPT_SHARE = 4
 POOL_SHARE = 4
 """A quarter of the pool bounds it too, as long as a single request fits."""
 
+DEVICE_SHARE = 0.03
+"""Of a GPU's memory: bounds both it and the default of ``max_compaction_bytes``."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -106,7 +109,7 @@ class Limits:
     max_model_len: most tokens of a request. max_external_bytes: of all complete caches in a worker. head_pages: heads
     with different budgets hold their entries in pages of their own. num_token_ids: of the model. max_num_seqs: requests
     that run at once. has_prefix_cache: the server does. shares_contexts: what has been compressed stays in the prefix
-    cache. pool_bytes: that a worker's pool was told to have; None: not told. pool_tokens: that the pool has slots for;
+    cache. device_room: ``DEVICE_SHARE`` of a worker's GPU, in bytes; None: there is none. pool_bytes: that a worker's pool was told to have; None: not told. pool_tokens: that the pool has slots for;
     None: not known yet. window_blocks: of each group of layers with a window or a state, the most blocks that it takes
     for one request, and the tokens of a block.
     """
@@ -124,6 +127,7 @@ class Limits:
     max_num_seqs: int = 2
     has_prefix_cache: bool = True
     shares_contexts: bool = True
+    device_room: int | None = None
     pool_bytes: int | None = None
     pool_tokens: int | None = None
     window_blocks: tuple[tuple[int, int], ...] = ()
@@ -359,6 +363,8 @@ class Limits:
         length = self.max_model_len
         one = min(self.max_bytes, self.ring_bytes(length, length)) + self.prompt_score_bytes(length)
         most = KEPT_SHARE * self.max_bytes
+        if self.device_room is not None:
+            most = min(most, max(self.max_bytes, self.device_room))
         if self.pool_bytes is not None:
             most = min(most, max(one, self.pool_bytes // POOL_SHARE))
         return min(most, self.max_num_seqs * one)

@@ -77,6 +77,7 @@ class CUDACompression(Compression):
         running requests, and a compaction, may take."""
         limits = request_limits(self._config)
         kept = torch.empty(limits.kept_bytes, dtype=torch.uint8, device=self._device)
+        logger.info("The KV cache leaves %.0f MiB for prompt scores and newest queries", limits.kept_bytes / 2**20)
         yield
         torch.empty(limits.workspace_bytes, dtype=torch.uint8, device=self._device)
         del kept
