@@ -115,6 +115,19 @@ class Runner(Mixin, CPUModelRunner):
             return run_plans(blocks_of)
 
         self.compression.run_plans = checked
+        warm_up, is_warm = self.compression.warm_up, []
+
+        def warmed_up() -> None:
+            warm_up()
+            is_warm.append(True)
+
+        def captured(builder, common):
+            assert is_warm, "a kernel would be compiled while a graph is captured"
+            return capture(builder, common)
+
+        self.compression.warm_up = warmed_up
+        capture = backend.CUDAAttentionBuilder.build_for_cudagraph_capture
+        backend.CUDAAttentionBuilder.build_for_cudagraph_capture = captured
 
 
 class CUDAOnCPUWorker(CPUWorker):
@@ -136,10 +149,11 @@ class CUDAOnCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         self.reserved = workspace_of(self.device).num_bytes > 0
         self.model_runner.profile_run()
+        if HAS_GRAPHS:
+            full_graphs.profile(self.model_runner)
         return super().determine_available_memory()
 
     def compile_or_warm_up_model(self):
-        self.model_runner.compression.warm_up()
         times = super().compile_or_warm_up_model()
         if IS_V2:  # as workers with a GPU do, but for kernels of sampling that the interpreter cannot run
             with patch.object(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0)):

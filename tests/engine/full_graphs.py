@@ -5,11 +5,16 @@ what was a number in Python stays what it was then, and only what lies in buffer
 """
 
 from collections import Counter
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 SIZES = [1, 2, 4]
 """Batches of three are padded."""
@@ -30,6 +35,23 @@ def configure(vllm_config) -> None:
 
 def install() -> None:
     CpuPlatform.graph_pool_handle = classmethod(lambda cls: None)
+    torch.accelerator.get_memory_info = lambda: (0, 0)
+    gpu_model_runner.graph_capture = lambda device: nullcontext()
+    CudaGraphManager.capture = _capture_all
+
+
+def profile(runner) -> None:
+    """As a worker with a GPU does it that is not told how large the KV cache is: a cache of its own is gone after."""
+    caches, initialize = [], runner.initialize_kv_cache
+
+    def noted(*args, **kwargs) -> None:
+        initialize(*args, **kwargs)
+        caches.extend(StorageWeakRef(cache.untyped_storage()) for cache in runner.kv_caches)
+
+    with patch.object(runner, "initialize_kv_cache", noted):
+        runner.profile_cudagraph_memory()
+    done.clear()
+    assert caches and all(cache.expired() for cache in caches), "the cache of the profile is still there"
 
 
 def capture(runner) -> None:
@@ -77,19 +99,17 @@ class _GraphV2:
         self._forward(CUDAGraphMode.NONE)
 
 
+def _capture_all(manager, create_forward_fn, *_) -> None:
+    for batch in manager._capture_descs[CUDAGraphMode.FULL]:
+        create_forward_fn(batch, warmup=True)(CUDAGraphMode.NONE)
+        forward = create_forward_fn(batch, warmup=False)
+        forward(CUDAGraphMode.NONE)
+        manager.graphs[batch] = _GraphV2(forward)
+        done["captured"] += 1
+    manager._graphs_captured = True
+
+
 def _capture_v2(runner) -> None:
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-
-    def capture_all(self, create_forward_fn, *_) -> None:
-        for batch in self._capture_descs[CUDAGraphMode.FULL]:
-            create_forward_fn(batch, warmup=True)(CUDAGraphMode.NONE)
-            forward = create_forward_fn(batch, warmup=False)
-            forward(CUDAGraphMode.NONE)
-            self.graphs[batch] = _GraphV2(forward)
-            done["captured"] += 1
-        self._graphs_captured = True
-
-    CudaGraphManager.capture = capture_all
     runner.cudagraph_manager.capture(
         runner.model,
         runner.model_state,

@@ -109,9 +109,10 @@ class Limits:
     max_model_len: most tokens of a request. max_external_bytes: of all complete caches in a worker. head_pages: heads
     with different budgets hold their entries in pages of their own. num_token_ids: of the model. max_num_seqs: requests
     that run at once. has_prefix_cache: the server does. shares_contexts: what has been compressed stays in the prefix
-    cache. device_room: ``DEVICE_SHARE`` of a worker's GPU, in bytes; None: there is none. pool_bytes: that a worker's pool was told to have; None: not told. pool_tokens: that the pool has slots for;
-    None: not known yet. window_blocks: of each group of layers with a window or a state, the most blocks that it takes
-    for one request, and the tokens of a block.
+    cache. device_room: ``DEVICE_SHARE`` of a worker's GPU, in bytes; None: there is none. pool_bytes: that a worker's
+    pool was told to have; None: not told. pool_tokens: that the pool has slots for; None: not known yet. window_blocks:
+    of each group of layers with a window or a state, the most blocks that it takes for one request, and the tokens of a
+    block.
     """
 
     allowed_policies: frozenset[str] | None

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +34,6 @@ from vllm_kvmerge.engine.attention.rows import (  # noqa: E402
 from vllm_kvmerge.engine.messages import MoveWindow  # noqa: E402
 from vllm_kvmerge.engine.worker import warm_up  # noqa: E402
 from vllm_kvmerge.engine.worker.cuda_compression import CUDACompression  # noqa: E402
-from vllm_kvmerge.engine.worker.cuda_worker import KVMergeCUDAWorker  # noqa: E402
 from vllm_kvmerge.engine.worker.warm_up import AttentionKind  # noqa: E402
 from vllm_kvmerge.ops import ScoreMode, ScoreUpdate  # noqa: E402
 from vllm_kvmerge.policies import PRESETS  # noqa: E402
@@ -193,12 +191,3 @@ def test_keys_in_windows_compile_nothing_while_serving(can_turn, monkeypatch):
         served |= counts.machine_codes
     assert {code[0] for code in served} == ({"read_rows", "write_rows"} if can_turn else set())
     assert not served - started.machine_codes
-
-
-def test_a_worker_warms_up_before_vllm_does(monkeypatch):
-    """So before graphs are captured, and before vLLM starts to report what is compiled."""
-    done = []
-    monkeypatch.setattr(GPUWorker, "compile_or_warm_up_model", lambda worker: done.append("vLLM's") or "times")
-    worker = KVMergeCUDAWorker.__new__(KVMergeCUDAWorker)
-    worker.model_runner = SimpleNamespace(compression=SimpleNamespace(warm_up=lambda: done.append("ours")))
-    assert worker.compile_or_warm_up_model() == "times" and done == ["ours", "vLLM's"]

@@ -83,7 +83,8 @@ class CUDACompression(Compression):
         del kept
 
     def prepare_attention(self, attn_groups: list[AttentionGroup], block_table_width: int) -> None:
-        """Prepares metadata builders and the workspace, after ``use_cache`` and before graphs are captured."""
+        """Prepares metadata builders, the workspace and all kernels, after ``use_cache`` and before graphs are
+        captured, those that vLLM profiles included."""
         for group in attn_groups:
             builder: Any = group.get_metadata_builder()
             builder.keeps_queries = True
@@ -93,10 +94,10 @@ class CUDACompression(Compression):
         cache = self.compactor.layers[0]
         self._max_blocks = block_table_width
         self._reserve_attention(workspace_of(self._device), cache, self._query_shape[0], block_table_width)
+        self.warm_up()
 
     def warm_up(self) -> None:
-        """Launches all kernels that serving may need, so that they are compiled; call it when ``prepare_attention`` has
-        been. The cache stays as it is."""
+        """Launches all kernels that serving may need, so that they are compiled. The cache stays as it is."""
         started, limits = time.perf_counter(), request_limits(self._config)
         dtype, layers = self._config.model_config.dtype, self.compactor.layers
         owned = {cache.keys.data_ptr() for cache in layers}

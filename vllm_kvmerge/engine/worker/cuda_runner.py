@@ -24,6 +24,11 @@ class CUDARunnerMixin(CompressionRunnerMixin, GPUModelRunner):
         with self.compression.profiling():
             super().profile_run(*args, **kwargs)
 
+    def profile_cudagraph_memory(self) -> int:
+        num_bytes = super().profile_cudagraph_memory()
+        self.compression.release_cache()  # which was for this alone
+        return num_bytes
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         group = self.compression.group

@@ -26,11 +26,6 @@ class KVMergeCUDAWorker(Worker):
 
         return CompressionGPUModelRunner(self.vllm_config, self.device)
 
-    def compile_or_warm_up_model(self) -> Any:
-        # Before graphs are captured, and before vLLM starts to watch for what is compiled later.
-        self.model_runner.compression.warm_up()
-        return super().compile_or_warm_up_model()
-
     def pool_sizes(self) -> tuple[int, int, list[tuple[int, int]]]:
         """``Compression.pool_sizes``, for API servers."""
         return self.model_runner.compression.pool_sizes()
