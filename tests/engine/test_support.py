@@ -440,6 +440,9 @@ def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = cuda_config(tmp_path, LLAMA)
     config.parallel_config.enable_dbo = True
     assert refusal(config).startswith("enable_dbo=True is not supported")
+    config = cuda_config(tmp_path, LLAMA)
+    config.model_config.enable_sleep_mode = True
+    assert refusal(config).startswith("enable_sleep_mode=True is not supported")
     for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         config = cuda_config(tmp_path, LLAMA, kv_cache_dtype=dtype)
         for capability in (89, 86):

@@ -426,6 +426,8 @@ def _check_cuda(vllm_config: "VllmConfig") -> None:
     if parallel.use_ubatching:
         option = "enable_dbo" if parallel.enable_dbo else "ubatch_size"
         raise _unsupported(option, getattr(parallel, option), "batches cannot be split in two; leave it out")
+    if model.enable_sleep_mode:
+        raise _unsupported("enable_sleep_mode", True, "not tried; leave it out")
     if cache.block_size is not None and cache.block_size % CUDA_BLOCK_MULTIPLE:
         raise _unsupported("block_size", cache.block_size, f"allowed on CUDA: multiples of {CUDA_BLOCK_MULTIPLE}")
     if cache.cache_dtype in QUANTISED and has_states(model):
