@@ -15,7 +15,7 @@ from tests.engine.conftest import engine_arguments, random_prompt
 from tests.engine.full_graphs import SIZES
 from tests.gpu.compare import NUM_CANDIDATES, Generated
 from tests.gpu.setting import Setting
-from tests.gpu.test_serving import check
+from tests.gpu.test_serving import FEW_CHECKS, check
 from tests.vllm_library import needs_avx512
 from vllm_kvmerge import compression, demo
 
@@ -26,7 +26,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 MAX_TOKENS = 100
 NUM_BLOCKS = 11
 SMALL = engine_arguments() | {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": MAX_TOKENS}
-CHECKS_OF_GPUS = "asked_for or vllms or flash or references[together] or change or is_as and keepkv or every_kind"
 CHATS = {"h2o": "bounded", "morphkv": "bounded", "adakv": "bounded", "snapkv": "grow"}
 """Policies that go on from turn to turn, and how."""
 
@@ -243,7 +242,7 @@ def check_chats(chats: list[list], found: list) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")
 def test_the_checks_of_gpus(engine, tmp_path):
     """Some of those of ``tests/gpu``, which shows that they work: V1 without graphs, against the CPU's runner."""
-    setting = Setting("v1", demo.model_path(), "float32", is_on_gpu=False)
+    setting = Setting("v1", demo.model_path(), "float32", is_on_gpu=False, is_small=True)
     found = {}
     for name, some in (("vllm", setting.plain_jobs()), ("reference", setting.compressed_jobs())):
         params = [greedy(extra, setting.num_tokens, NUM_CANDIDATES) for _, extra in some]
@@ -251,7 +250,7 @@ def test_the_checks_of_gpus(engine, tmp_path):
         found[name] = [asdict(Generated.of(output.outputs[0])) for output in outputs]
     path = tmp_path / "expected.json"
     path.write_text(json.dumps(found))
-    check(replace(setting, expected=str(path)), tmp_path, "-k", CHECKS_OF_GPUS, start=preloaded.Popen)
+    check(replace(setting, expected=str(path)), tmp_path, "-k", FEW_CHECKS, start=preloaded.Popen)
 
 
 def greedy(extra, num_tokens, logprobs=0):

@@ -68,7 +68,7 @@ class CheckedEngine(Engine):
 
 @pytest.fixture(scope="session")
 def engine(setting) -> Iterator[CheckedEngine]:
-    special = {"enforce_eager": False}
+    special = {"enforce_eager": setting.is_eager}
     if not setting.is_on_gpu:
         special = {"worker_cls": "tests.engine.cuda_on_cpu.CUDAOnCPUWorker"}
     from vllm import LLM

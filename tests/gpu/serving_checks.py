@@ -10,10 +10,9 @@ from tests.engine.conftest import random_prompt
 from tests.engine.test_recall import test_recall_on_fresh_prompts  # noqa: F401
 from tests.engine.test_stress import assert_same_or_tied, draw_jobs, run_together
 from tests.gpu.compare import assert_all_close, assert_close
-from tests.gpu.setting import POLICIES
+from tests.gpu.setting import OFTEN
 from vllm_kvmerge import compression, demo
 
-OFTEN = ["streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv"]
 BLOCK_SIZE = 32
 
 
@@ -22,8 +21,8 @@ def only_where_it_tells(request, setting):
     if request.node.name.startswith("test_recall"):
         if setting.model != demo.model_path():
             pytest.skip("a model of random weights has nothing to recall")
-        if not setting.is_on_gpu:
-            pytest.skip("the small engine without a GPU takes no prompts of this length")
+        if setting.is_small:
+            pytest.skip("the small engine takes no prompts of this length")
 
 
 def test_the_engine_is_the_one_that_was_asked_for(engine, setting):
@@ -32,7 +31,8 @@ def test_the_engine_is_the_one_that_was_asked_for(engine, setting):
     assert str(config.model_config.dtype) == f"torch.{setting.dtype}"
     assert config.scheduler_config.async_scheduling
     if setting.is_on_gpu:
-        assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+        mode = "NONE" if setting.is_eager else "FULL_AND_PIECEWISE"
+        assert config.compilation_config.cudagraph_mode.name == mode
         assert not engine.runner.compression.compactor.layers[0].keys.is_cpu
 
 
@@ -143,9 +143,8 @@ def test_the_prefix_cache_is_as_plain_requests_leave_it(engine, setting, policy)
 def test_requests_of_every_kind_at_once(engine, setting):
     """Preempted, aborted, sharing prompts, compressed by any policy or none: as alone, and no block is lost."""
     rng = np.random.default_rng(20)
-    num_requests = 100 if setting.is_on_gpu else 8
-    longest = 3500 if setting.is_on_gpu else setting.longest
-    jobs = draw_jobs(rng, num_requests, longest, num_logprobs=5, of=POLICIES)
+    num_requests, longest = (12, setting.longest) if setting.is_small else (100, 3500)
+    jobs = draw_jobs(rng, num_requests, longest, num_logprobs=5, of=setting.policies)
     together, num_preemptions = run_together(engine, jobs, rng)
     engine.assert_empty()
     assert num_preemptions > 0, "the pool is too large to test preemption"
@@ -158,11 +157,11 @@ def test_requests_of_every_kind_at_once(engine, setting):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", [None, "keepkv", "morphkv", "streaming_llm"])
+@pytest.mark.parametrize("policy", [None, "keepkv", "morphkv", "zsmerge"])
 def test_decoding_runs_no_python_attention(engine, setting, policy, monkeypatch):
     """Full graphs are replayed: the backend is called for prompts alone, not once for each layer and token."""
-    if not setting.is_on_gpu:
-        pytest.skip("PyTorch has CUDA graphs on a GPU alone")
+    if not setting.is_on_gpu or setting.is_eager:
+        pytest.skip("there are no CUDA graphs")
     from vllm_kvmerge.engine.attention.cuda import CUDAAttentionImpl
 
     forward, calls = CUDAAttentionImpl.forward, []
@@ -172,7 +171,7 @@ def test_decoding_runs_no_python_attention(engine, setting, policy, monkeypatch)
         return forward(self, *args, **kwargs)
 
     extra = compression(policy, budget=60, interval=8) if policy else None
-    prompt, num_tokens = random_prompt(np.random.default_rng(3), 200), 60
+    prompt, num_tokens = random_prompt(np.random.default_rng(3), 150), 60
     engine.run([(prompt, extra)], num_tokens)  # what has to be compiled, is
     assert engine.llm.reset_prefix_cache()
     monkeypatch.setattr(CUDAAttentionImpl, "forward", counted)

@@ -17,15 +17,18 @@ RUNNERS = ("v1", "v2")
 DTYPES = {"float32": 4, "bfloat16": 2}
 POLICIES = sorted(set(PRESETS) - {"kvzap"})
 """All but the one that reads hidden states, which compiled models do not show."""
+OFTEN = ("streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv")
+FEW = (*OFTEN, "adakv")
 SMALL_NUM_BLOCKS, NUM_BESIDE_WINDOWS = 11, 30
-"""Without a GPU, for a few requests at a time; some blocks are of layers with a window, where there are such."""
+"""For a few requests at a time; some blocks are of layers with a window, where there are such."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """An engine: vLLM's model runner, a folder with a model, and its dtype.
 
-    is_on_gpu: if not, our parts of the runner on the CPU (``tests.engine.cuda_on_cpu``), and everything small.
+    is_on_gpu: if not, our parts of the runner on the CPU (``tests.engine.cuda_on_cpu``). is_small: few and short
+    requests, and ``FEW`` policies, so that few kernels are compiled. is_eager: without graphs and torch.compile.
     expected: a JSON file with what vLLM and our operators' reference generate for the setting's jobs.
     """
 
@@ -33,6 +36,8 @@ class Setting:
     model: str
     dtype: str
     is_on_gpu: bool
+    is_small: bool = False
+    is_eager: bool = False
     expected: str = ""
 
     @classmethod
@@ -46,12 +51,12 @@ class Setting:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return 3000 if self.is_on_gpu else 150
+        return 150 if self.is_small else 3000
 
     @property
     def num_tokens(self) -> int:
         """That are generated for each prompt."""
-        return 40 if self.is_on_gpu else 10
+        return 10 if self.is_small else 40
 
     @property
     def against_vllm(self) -> Tolerance:
@@ -80,14 +85,21 @@ class Setting:
         return "sliding_attention" in self.config.get("layer_types", [])
 
     @property
+    def policies(self) -> list[str]:
+        return [name for name in POLICIES if not self.is_small or name in FEW]
+
+    @property
     def engine(self) -> dict:
         """Arguments of any engine with this model."""
         size = bytes_per_block(self.config, DTYPES[self.dtype])
         common = engine_arguments() | {"model": self.model, "dtype": self.dtype}
         if self.is_on_gpu:
             # Several engines are on the GPU at a time: vLLM asks for this share of it before it looks at the rest.
-            return common | {"kv_cache_memory_bytes": NUM_BLOCKS * size, "gpu_memory_utilization": 0.3}
+            common |= {"gpu_memory_utilization": 0.3}
+        if not self.is_small:
+            return common | {"kv_cache_memory_bytes": NUM_BLOCKS * size}
         small = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 100}
+        small["additional_config"] = {"kvmerge": {"allowed_policies": list(FEW)}}
         num_blocks = NUM_BESIDE_WINDOWS if self.has_windows else SMALL_NUM_BLOCKS
         return common | small | {"kv_cache_memory_bytes": num_blocks * size}
 
@@ -102,16 +114,13 @@ class Setting:
         return found
 
     def plain_jobs(self) -> list[tuple[list[int], None]]:
-        return [(prompt, None) for prompt in self.prompts(24 if self.is_on_gpu else 6)]
+        return [(prompt, None) for prompt in self.prompts(6 if self.is_small else 24)]
 
     def compressed_jobs(self) -> list[tuple[list[int], dict | None]]:
-        """Prompts with every preset, compressed at the prompt's end and while they generate, and plain ones between."""
-        presets = POLICIES
-        if not self.is_on_gpu:
-            presets = [name for name in presets if name in ("keepkv", "morphkv", "grkv", "h2o", "adakv", "zsmerge")]
+        """Prompts with every policy, compressed at the prompt's end and while they generate, and plain ones between."""
         rng = np.random.default_rng(2)
         jobs: list[tuple[list[int], dict | None]] = []
-        for index, policy in enumerate(presets):
+        for index, policy in enumerate(self.policies):
             length = int(self.longest * rng.uniform(0.5, 1))
             budget = max(40, length // 5)
             jobs.append((random_prompt(rng, length), compression(policy, budget=budget, interval=8)))

@@ -23,6 +23,10 @@ from vllm_kvmerge import demo
 
 pytestmark = pytest.mark.engine
 
+FEW_CHECKS = (
+    "asked_for or vllms or flash or references[together] or change or is_as and keepkv or every_kind or no_python"
+)
+"""Those of the short test, which also run without a GPU."""
 CHECKS = Path(__file__).with_name("serving_checks.py")
 ROOT = CHECKS.parents[2]
 HEADS_OF_128 = {
@@ -60,11 +64,11 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def with_expected(tmp_path_factory) -> Callable[[Setting], Setting]:
-    """Adds to a setting what is expected, which is the same for both model runners."""
+    """Adds to a setting what is expected, which is the same for both model runners, with graphs or without."""
     known: dict[Setting, Setting] = {}
 
     def add(setting: Setting) -> Setting:
-        key = replace(setting, runner="")
+        key = replace(setting, runner="", is_eager=False)
         if key not in known:
             found = {
                 "vllm": generated(setting, setting.plain_jobs(), is_stock=True),
@@ -73,7 +77,7 @@ def with_expected(tmp_path_factory) -> Callable[[Setting], Setting]:
             path = tmp_path_factory.mktemp("expected") / "expected.json"
             path.write_text(json.dumps(found))
             known[key] = replace(key, expected=str(path))
-        return replace(known[key], runner=setting.runner)
+        return replace(setting, expected=known[key].expected)
 
     return add
 
@@ -91,6 +95,14 @@ def check(setting: Setting, folder: Path, *options: str, start: Callable = subpr
             print(line, end="", flush=True)
             some_passed |= re.search(r"\d passed.* in ", line) is not None
     assert process.returncode == 0 and some_passed
+
+
+@needs_gpu
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_short(runner, is_eager, models, with_expected, tmp_path):
+    setting = Setting(runner, models["demo"], "float32", is_on_gpu=True, is_small=True, is_eager=is_eager)
+    check(with_expected(setting), tmp_path, "-k", FEW_CHECKS)
 
 
 @needs_gpu
