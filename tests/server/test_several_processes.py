@@ -90,6 +90,15 @@ def test_each_engine_answers_and_counts_as_one_alone(server, servers):
             wait_until(lambda g=gauge, e=engine: servers.metric(f"vllm:{g}", engine=e) == 0)
 
 
+def test_the_engine_that_has_answered_verifies_it(servers):
+    field = {"policy": "snapkv", "budget": 2000, "verify": True}
+    for engine in ENGINES:
+        body = {"model": "demo", "temperature": 0, "ignore_eos": True} | JOBS[0] | {"kv_compression": field}
+        response = servers.post("/v1/completions", body, headers={ENGINE_HEADER: engine})
+        told = response.json()["usage"]["kv_compression"]["verified"]
+        assert (told["tokens"], told["agreeing"], told["skipped"]) == (TOKENS, 1.0, None)
+
+
 def test_the_documented_requests(servers):
     """Those of the page, with the second engine named."""
     (script,) = (text for text in blocks(ROOT / "docs/operations.md", "sh") if "X-data-parallel-rank" in text)

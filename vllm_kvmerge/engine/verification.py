@@ -29,8 +29,10 @@ MAX_KNOWN_TOKENS = 1 << 22
 
 def obstacle(config: "VllmConfig", params: "SamplingParams") -> str | None:
     """Why a request's answer cannot be verified; None: it can."""
+    num_engines = config.parallel_config.data_parallel_size
     obstacles = {
-        "several engines (--data-parallel-size)": config.parallel_config.data_parallel_size > 1,
+        # They compute all steps together, and one with work for itself alone would have to wake the others.
+        "experts in several engines (--data-parallel-size)": num_engines > 1 and config.model_config.is_moe,
         "adapters (--enable-lora)": config.lora_config is not None,
         "structured outputs": params.structured_outputs is not None,
         "a budget of tokens for thinking": params.thinking_token_budget is not None,
