@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.reasoning import ReasoningParser
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 from tests.engine.conftest import greedy, preempt_all, random_prompt, run
 from vllm_kvmerge import demo
 from vllm_kvmerge.engine.internal_requests import VerifyingRequest
-from vllm_kvmerge.engine.verification import VERIFY_KEY, repeats
+from vllm_kvmerge.engine.verification import VERIFY_KEY, obstacle, repeats
 from vllm_kvmerge.evaluation.backends import EngineBackend, Request
 from vllm_kvmerge.evaluation.config import EngineOptions
 
@@ -106,9 +108,52 @@ def test_logits_are_processed_as_the_request_asks(engine, how):
     params = SamplingParams(temperature=0, max_tokens=40, **{"ignore_eos": True} | PROCESSED[how])
     answer = answered(engine, params)
     assert all(step_until(engine, ask(engine, answer))["agrees"])
-    request = engine.scheduler._verifications._known["key"]
+    request, _ = engine.scheduler._verifications._known["key"]
     request.sampling_params = SamplingParams(temperature=0, max_tokens=40)
     assert not all(step_until(engine, ask(engine, answer))["agrees"]), "the parameters change nothing"
+
+
+GRAMMAR = {"structured_outputs": StructuredOutputsParams(regex="((dada|gofo|duzi|pubo)[0-9]){17}")}
+"""Every other token is a digit. The end is another one."""
+
+
+def log_probs(answer) -> list[float]:
+    """Those that vLLM has given with the answer."""
+    return [one[token].logprob for token, one in zip(answer.token_ids, answer.logprobs, strict=True)]
+
+
+def check_constrained(engine) -> list[int]:
+    """The answer, whose log-probabilities are then vLLM's own."""
+    params = SamplingParams(temperature=0, max_tokens=70, logprobs=0, extra_args={VERIFY_KEY: "key"}, **GRAMMAR)
+    (output,) = engine.generate([PROMPT], params)
+    (answer,) = output.outputs
+    found = step_until(engine, ask(engine, list(answer.token_ids)))
+    assert all(found["agrees"])
+    assert found["log_probs"] == pytest.approx(log_probs(answer), abs=1e-3)
+    return list(answer.token_ids)
+
+
+def test_under_a_grammar(engine):
+    answer = check_constrained(engine)
+    assert len(answer) == 35
+    request, _ = engine.scheduler._verifications._known["key"]
+    engine.scheduler._verifications._known["key"] = request, None
+    assert not any(step_until(engine, ask(engine, answer))["agrees"][:3]), "the grammar forbids nothing"
+
+
+def test_a_grammar_begins_after_reasoning(engine, monkeypatch):
+    free = answered(engine, greedy(max_tokens=10))
+
+    class Reasoning(ReasoningParser):
+        def is_reasoning_end(self, input_ids) -> bool:
+            return free[5] in input_ids
+
+        extract_content_ids = extract_reasoning = extract_reasoning_streaming = None
+
+    monkeypatch.setattr(engine.scheduler.structured_output_manager, "reasoner_cls", Reasoning)
+    answer = check_constrained(engine)
+    end = free.index(free[5]) + 1
+    assert answer[:end] == free[:end] and len(answer) == end + 35
 
 
 def test_bad_words(engine):
@@ -211,6 +256,15 @@ def test_what_is_skipped(engine):
         engine.tokens([PROMPT[:20]], greedy(max_tokens=2))
         assert json.loads(future.result(0)) == {"skipped": "no_room"}
     engine.assert_empty()
+
+
+def test_obstacles(engine, monkeypatch):
+    config = engine.llm.llm_engine.vllm_config
+    monkeypatch.setattr(config.parallel_config, "data_parallel_size", 2)
+    assert obstacle(config, SamplingParams()) is None
+    assert "thinking" in obstacle(config, SamplingParams(thinking_token_budget=9))
+    monkeypatch.setattr(type(config.model_config), "is_moe", True)
+    assert "--data-parallel-size" in obstacle(config, SamplingParams())
 
 
 def test_only_so_many_prompts_are_remembered(engine, monkeypatch):

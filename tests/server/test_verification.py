@@ -60,6 +60,16 @@ def test_an_answer_that_a_stop_string_ends(server: Server):
     assert said(answer["usage"]).tokens == answer["usage"]["completion_tokens"] < 40
 
 
+def test_under_a_grammar(server: Server):
+    """Log-probabilities are of what it allows, on both sides."""
+    field = {"structured_outputs": {"regex": "((dada|gofo|duzi)[0-9]){20}"}, "ignore_eos": False}
+    whole = server.complete(**body(WHOLE, **field))
+    told = said(whole["usage"])
+    assert told.tokens == 40 and told.agreeing == 1.0 and abs(told.log_prob_change) < 1e-3
+    again = server.complete(**body({**HARSH, "min_agreement": 1.0}, **field))
+    assert said(again["usage"]).fallback and again["choices"][0]["text"] == whole["choices"][0]["text"]
+
+
 def test_a_floor_has_the_answer_made_again(server: Server):
     plain = server.complete(**body({"policy": "full"}))["choices"][0]["text"]
     before = server.metric("vllm:kvmerge_fallback_answers_total", policy="random")
@@ -78,7 +88,6 @@ def test_a_floor_has_the_answer_made_again(server: Server):
         ({"min_agreement": 0.9}, {"stream": True}, "min_agreement", "a stream cannot be taken back"),
         ({"min_agreement": 0.9}, {"temperature": 0.5}, "min_agreement", "sampled answers"),
         ({"min_agreement": 1.5}, {}, "min_agreement", "less than or equal to 1"),
-        ({"verify": True}, {"structured_outputs": {"regex": "[0-9]+"}}, "verify", "structured outputs"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(server: Server, field, more, param, words):

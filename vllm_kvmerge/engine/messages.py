@@ -168,6 +168,7 @@ class Verify:
     num_prompt_tokens: before the answer.
     tokens: all of prompt and answer.
     params: of the answer's request (``vllm.SamplingParams``), by which logits are processed.
+    masks: of its grammar, one for each that is compared (``GrammarMasks.between``); empty: it has none.
     """
 
     offset: int
@@ -176,6 +177,7 @@ class Verify:
     num_prompt_tokens: int
     tokens: list[int]
     params: Any
+    masks: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,8 @@ class HeadCounts:
 @dataclass(frozen=True)
 class TokenScores:
     """An answer's tokens from place ``first`` on, with the full cache. log_probs: of the logits as the model gives
-    them. agrees: the largest logit, after the request's logits processors, is the token's, up to rounding."""
+    them, of tokens that the request's grammar allows. agrees: the largest logit, after the request's logits processors,
+    is the token's, up to rounding."""
 
     first: int
     log_probs: list[float]

@@ -128,6 +128,7 @@ class CompressionSchedulerMixin(Scheduler):
             queue=self._queue_internal,
             end=self._end_internal,
             free_blocks=self._free_blocks_for,
+            grammars=self.structured_output_manager,
         )
         self._hooks = [
             compat.hash_blocks_of(coordinator, manager.hashes_blocks_of),

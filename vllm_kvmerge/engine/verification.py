@@ -8,11 +8,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
+from vllm_kvmerge.engine.grammar_masks import GrammarMasks
 from vllm_kvmerge.engine.internal_requests import VerifyingRequest
 from vllm_kvmerge.engine.messages import CompressionStep, TokenScores, Verify
 
@@ -34,7 +38,6 @@ def obstacle(config: "VllmConfig", params: "SamplingParams") -> str | None:
         # They compute all steps together, and one with work for itself alone would have to wake the others.
         "experts in several engines (--data-parallel-size)": num_engines > 1 and config.model_config.is_moe,
         "adapters (--enable-lora)": config.lora_config is not None,
-        "structured outputs": params.structured_outputs is not None,
         "a budget of tokens for thinking": params.thinking_token_budget is not None,
     }
     return next((what for what, is_there in obstacles.items() if is_there), None)
@@ -56,14 +59,15 @@ def repeats(tokens: Sequence[int]) -> bool:
 @dataclass(eq=False)
 class _Asked:
     """An answer that is being verified. prompt: its request. may_evict: as in ``VerifyingRequest``; a user waits for
-    it. until: when it is given up (``time.monotonic()``). tokens: computed for it. is_computed: the last step for it
-    has been scheduled. scores: of its tokens, by index."""
+    it. until: when it is given up (``time.monotonic()``). masks: of its grammar, if it has one. tokens: computed for
+    it. is_computed: the last step for it has been scheduled. scores: of its tokens, by index."""
 
     prompt: Request
     answer: list[int]
     may_evict: bool
     until: float
     result: Future[str]
+    masks: GrammarMasks | None = None
     tokens: int = 0
     is_computed: bool = False
     scores: dict[int, tuple[float, bool]] = field(default_factory=dict)
@@ -78,7 +82,7 @@ class Verifications:
 
     hash_block_size: of the prefix cache. queue: has an internal request scheduled. end: ends requests, by id.
     free_blocks: of a request, tokens that are still to be computed, and whether free blocks suffice for them that it
-    may have; those that are not in the prefix cache are then the next to be given out.
+    may have; those that are not in the prefix cache are then the next to be given out. grammars: of structured outputs.
     """
 
     def __init__(
@@ -87,9 +91,11 @@ class Verifications:
         queue: Callable[[VerifyingRequest], None],
         end: Callable[[list[str]], object],
         free_blocks: Callable[[VerifyingRequest], tuple[int, bool]],
+        grammars: StructuredOutputManager,
     ) -> None:
         self._hash_block_size, self._queue, self._end, self._free_blocks = hash_block_size, queue, end, free_blocks
-        self._known: dict[str, Request] = {}
+        self._grammars = grammars
+        self._known: dict[str, tuple[Request, StructuredOutputRequest | None]] = {}
         self._known_tokens = 0
         self._held: deque[_Asked] = deque()
         self._at_work: dict[str, tuple[VerifyingRequest, _Asked]] = {}
@@ -107,12 +113,13 @@ class Verifications:
         """Notes a request whose answer a server may have verified under this name."""
         # Of a prompt's several sequences, any one will do.
         self._known_tokens += 0 if key in self._known else request.num_prompt_tokens
-        self._known[key] = request
+        # vLLM notes in its own when reasoning ends.
+        self._known[key] = request, copy(request.structured_output_request)
         while self._known_tokens > MAX_KNOWN_TOKENS and len(self._known) > 1:
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: str) -> None:
-        self._known_tokens -= self._known.pop(key).num_prompt_tokens
+        self._known_tokens -= self._known.pop(key)[0].num_prompt_tokens
 
     def ask(self, text: str) -> Future[str]:
         """Has an answer verified. text: JSON of ``key``, ``answer`` (token ids), ``seconds``, after which it is given
@@ -120,7 +127,7 @@ class Verifications:
         cache holds, and ``is_last``, if nothing more is asked for the key. Returns JSON of ``skipped``, a reason, or of
         ``log_probs`` and ``agrees`` by token, and ``tokens``, how many were computed."""
         asked, result = json.loads(text), Future[str]()
-        request = self._known.get(asked["key"])
+        request, constraint = self._known.get(asked["key"], (None, None))
         if request is not None and asked["is_last"]:
             self._forget(asked["key"])
         until = time.monotonic() + asked["seconds"]
@@ -135,6 +142,8 @@ class Verifications:
         if needed > asked["max_tokens"]:
             one.end(skipped="too_long", tokens=needed)
             return result
+        if constraint is not None:
+            one.masks = GrammarMasks(self._grammars, request, constraint, one.answer)
         self._held.append(one)
         return result
 
@@ -204,13 +213,15 @@ class Verifications:
             first = max(internal.start, end - num_tokens)
             if first < end:
                 assert one.prompt.sampling_params is not None
+                places = first - internal.start, end - internal.start
                 step.verify[internal.request_id] = Verify(
                     offset=first - (end - num_tokens),
-                    first=first - internal.start,
+                    first=places[0],
                     count=end - first,
                     num_prompt_tokens=internal.start + 1,
                     tokens=[*internal.prompt_token_ids, internal.answer[-1]],
                     params=one.prompt.sampling_params,
+                    masks=[] if one.masks is None else one.masks.between(*places),
                 )
             if internal.is_scheduled:
                 one.is_computed = True

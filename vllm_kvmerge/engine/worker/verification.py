@@ -1,7 +1,8 @@
 """Scores of an answer's tokens with the full cache, from the model's hidden states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
@@ -33,6 +34,8 @@ def score_tokens(
             continue
         first = one.num_prompt_tokens + one.first + begin
         logits = logits.float()
+        if one.masks:  # vLLM's own log-probabilities are of what the grammar allows, before anything else changes it
+            _hide(logits, one.masks[begin : begin + ROWS])
         tokens = torch.tensor(one.tokens[first : first + len(logits)], device=logits.device).unsqueeze(1)
         log_probs = logits.gather(1, tokens) - logits.logsumexp(1, keepdim=True)
         logits = _processed(logits, first, one)
@@ -40,6 +43,13 @@ def score_tokens(
         tolerance = (most.abs() * torch.finfo(dtype).eps).clamp(min=LEAST_TOLERANCE)
         scores.append(torch.cat([log_probs, (logits.gather(1, tokens) >= most - tolerance).float()], 1))
     return torch.cat(scores) if scores else None
+
+
+def _hide(logits: Tensor, masks: Sequence[bytes]) -> None:
+    """Hides the tokens that a grammar does not allow; in place. masks: of ``GrammarMasks``."""
+    packed = np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), -1)
+    hidden = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little") == 0)[:, : logits.shape[1]]
+    logits[:, : hidden.shape[1]].masked_fill_(hidden.to(logits.device), float("-inf"))
 
 
 def _processed(logits: Tensor, first: int, one: Verify) -> Tensor:
