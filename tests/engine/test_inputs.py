@@ -17,8 +17,10 @@ from vllm.lora.request import LoRARequest
 
 from tests.engine.architectures import POLICIES, arguments
 from tests.engine.conftest import Engine, engine_with, in_a_process, run
+from tests.engine.test_verification import ask, log_probs
 from tests.engine.test_vllm_features import compressed, random_text
 from tests.random_model import SIZES, write_llama
+from vllm_kvmerge.engine.verification import VERIFY_KEY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -79,18 +81,25 @@ def with_images(*seeds: int) -> Job:
 
 
 def write_with_adapters(folder: Path) -> Path:
-    """Saves a model, and below it two random LoRA adapters of all that attention multiplies by, in PEFT's format."""
+    """Saves a model, and below it two random LoRA adapters of its attention and its output, in PEFT's format."""
     width, size = SIZES["hidden_size"], SIZES["head_dim"]
     queries, keys = SIZES["num_attention_heads"] * size, SIZES["num_key_value_heads"] * size
     shapes = {"q_proj": (width, queries), "k_proj": (width, keys), "v_proj": (width, keys), "o_proj": (queries, width)}
-    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(shapes), "bias": "none"}
+    fields = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": [*shapes, "lm_head"],
+        "bias": "none",
+    }
+    layers = range(SIZES["num_hidden_layers"])
+    adapted = {f"model.layers.{layer}.self_attn.{name}": shape for layer in layers for name, shape in shapes.items()}
+    adapted["lm_head"] = width, SIZES["vocab_size"]
     for seed, adapter in enumerate("ab"):
         generator, tensors = torch.Generator().manual_seed(seed), {}
-        for layer in range(SIZES["num_hidden_layers"]):
-            for name, (inputs, outputs) in shapes.items():
-                for matrix, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
-                    key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{matrix}.weight"
-                    tensors[key] = 0.1 * torch.randn(shape, generator=generator)
+        for name, (inputs, outputs) in adapted.items():
+            for matrix, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
+                tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = 0.1 * torch.randn(shape, generator=generator)
         (folder / adapter).mkdir()
         save_file(tensors, folder / adapter / "adapter_model.safetensors")
         (folder / adapter / "adapter_config.json").write_text(json.dumps(fields))
@@ -158,9 +167,12 @@ def engine(kind: str, folder: Path) -> Iterator[Engine]:
         yield engine
 
 
+def adapter(llm: Any, name: str | None) -> LoRARequest | None:
+    return name and LoRARequest(name, 1 + "ab".index(name), str(Path(llm.llm_engine.model_config.model) / name))
+
+
 def generate(llm: Any, jobs: list[Job]) -> list[Any]:
-    folder = Path(llm.llm_engine.model_config.model)
-    adapters = [name and LoRARequest(name, 1 + "ab".index(name), str(folder / name)) for name, *_ in jobs]
+    adapters = [adapter(llm, name) for name, *_ in jobs]
     params = [SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, **more) for *_, more in jobs]
     return llm.generate([prompt for _, prompt, _ in jobs], params, use_tqdm=False, lora_request=adapters)
 
@@ -218,6 +230,24 @@ def test_a_compressed_context_is_found_with_its_own_alone(engine, kind, policy):
             assert len(fronts) == KINDS[kind].num_fronts
             assert [one.num_cached_tokens for one in found] == [context] * len(jobs)
     engine.assert_empty()
+
+
+def test_answers_are_verified(engine, kind):
+    """With what comes with their prompts, of which nothing is cached any more, beside a request with something else."""
+    first, *others = KINDS[kind].jobs[:4]
+    for (name, prompt, _), (other, its_prompt, _) in zip([*others, first], KINDS[kind].jobs, strict=False):
+        (output,) = generate(engine.llm, [(name, prompt, {"logprobs": 0, "extra_args": {VERIFY_KEY: "key"}})])
+        (answer,) = output.outputs
+        assert engine.llm.reset_prefix_cache()
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+        engine.llm.llm_engine.add_request("other", its_prompt, params, lora_request=adapter(engine.llm, other))
+        engine.llm.llm_engine.step()
+        future = ask(engine, list(answer.token_ids))
+        run(engine)
+        found = json.loads(future.result(0))
+        assert all(found["agrees"]) and found["tokens"] > MAX_TOKENS
+        assert found["log_probs"] == pytest.approx(log_probs(answer), abs=1e-3)
+        engine.assert_empty()
 
 
 @pytest.mark.parametrize("kind", ["images"], indirect=True, scope="module")

@@ -42,15 +42,19 @@ def chat(server: Server, *seeds: int, **body) -> httpx.Response:
 
 @pytest.mark.parametrize("policy", ["snapkv", "keepkv"])
 def test_they_are_compressed(images, policy):
-    """With room for all, the answer is the one without compression; images decide it."""
+    """With room for all, or a floor, the answer is the one without compression; images decide it."""
     compression = {"policy": policy, "budget": BUDGET, "interval": 8, "decode": "bounded"}
     usage = chat(images, 1, 2, kv_compression=compression).json()["usage"]
     assert usage["prompt_tokens"] > 2 * NUM_IMAGE_TOKENS > BUDGET
     assert usage["kv_compression"]["compressions"] and usage["kv_compression"]["entries"]["most"] <= BUDGET + 8
-    roomy = {"kv_compression": compression | {"budget": usage["prompt_tokens"] + 24}}
-    answers = [chat(images, *asked, **more) for asked, more in (((1, 2), roomy), ((1, 2), {}), ((2, 1), {}))]
-    roomy, plain, other = (answer.json()["choices"][0]["message"]["content"] for answer in answers)
-    assert roomy == plain != other
+    roomy = {"kv_compression": compression | {"budget": usage["prompt_tokens"] + 24, "verify": True}}
+    floor = {"kv_compression": compression | {"min_agreement": 1.0}}
+    asked = ((1, 2), roomy), ((1, 2), floor), ((1, 2), {}), ((2, 1), {})
+    answers = [chat(images, *seeds, **more).json() for seeds, more in asked]
+    verified = [answer["usage"]["kv_compression"]["verified"] for answer in answers[:2]]
+    assert (verified[0]["tokens"], verified[0]["agreeing"], verified[1]["fallback"]) == (24, 1.0, True)
+    roomy, floor, plain, other = (answer["choices"][0]["message"]["content"] for answer in answers)
+    assert roomy == floor == plain != other
 
 
 def test_what_repeats_tokens_alone_refuses_them(images):

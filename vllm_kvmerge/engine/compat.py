@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -504,6 +505,27 @@ def join_params(key: str) -> None:
         return process_outputs(self, engine_core_outputs, *args, **kwargs)
 
     OutputProcessor.process_outputs = process_joined  # type: ignore[method-assign]
+
+
+def logits_under(model: Any, adapter: int) -> "Callable[[Tensor], Tensor | None]":
+    """The model's ``compute_logits`` for rows of a single request. adapter: LoRA's id; 0: none.
+
+    With adapters, vLLM's takes the rows for those that the step samples, in this order. If it were told the adapters,
+    this would be unnecessary.
+    """
+    manager = getattr(model, "lora_manager", None)
+    if manager is None:
+        compute_logits: Callable[[Tensor], Tensor | None] = model.compute_logits
+        return compute_logits
+
+    def compute(hidden_states: "Tensor") -> "Tensor | None":
+        of_step = manager._last_mapping
+        manager.set_adapter_mapping(replace(of_step, prompt_mapping=(adapter,) * len(hidden_states)))
+        logits: Tensor | None = model.compute_logits(hidden_states)
+        manager.set_adapter_mapping(of_step)
+        return logits
+
+    return compute
 
 
 def answer_servers() -> None:

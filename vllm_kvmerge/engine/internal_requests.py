@@ -82,6 +82,7 @@ class VerifyingRequest(InternalRequest):
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
             pooling_params=None,
             client_index=parent.client_index,
+            lora_request=parent.lora_request,
             mm_features=parent.mm_features,
             cache_salt=parent.cache_salt,
             priority=LAST,

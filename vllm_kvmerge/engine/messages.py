@@ -168,6 +168,7 @@ class Verify:
     num_prompt_tokens: before the answer.
     tokens: all of prompt and answer.
     params: of the answer's request (``vllm.SamplingParams``), by which logits are processed.
+    adapter: LoRA's id; 0: none.
     masks: of its grammar, one for each that is compared (``GrammarMasks.between``); empty: it has none.
     """
 
@@ -177,6 +178,7 @@ class Verify:
     num_prompt_tokens: int
     tokens: list[int]
     params: Any
+    adapter: int = 0
     masks: list[bytes] = field(default_factory=list)
 
 

@@ -33,11 +33,11 @@ MAX_KNOWN_TOKENS = 1 << 22
 
 def obstacle(config: "VllmConfig", params: "SamplingParams") -> str | None:
     """Why a request's answer cannot be verified; None: it can."""
-    num_engines = config.parallel_config.data_parallel_size
+    lora, num_engines = config.lora_config, config.parallel_config.data_parallel_size
     obstacles = {
         # They compute all steps together, and one with work for itself alone would have to wake the others.
         "experts in several engines (--data-parallel-size)": num_engines > 1 and config.model_config.is_moe,
-        "adapters (--enable-lora)": config.lora_config is not None,
+        "adapters of encoders (--enable-tower-connector-lora)": lora is not None and lora.enable_tower_connector_lora,
         "a budget of tokens for thinking": params.thinking_token_budget is not None,
     }
     return next((what for what, is_there in obstacles.items() if is_there), None)
@@ -135,7 +135,8 @@ class Verifications:
         if request is None or not asked["answer"]:
             one.end(skipped="unknown")
             return result
-        if request.prompt_token_ids is None or request.mm_features:
+        # Images in shared memory are gone once workers have read them.
+        if request.prompt_token_ids is None or any("address" in (image.data or ()) for image in request.mm_features):
             one.end(skipped="unsupported")
             return result
         needed, _ = self._free_blocks(self._internal(one))
@@ -221,6 +222,7 @@ class Verifications:
                     num_prompt_tokens=internal.start + 1,
                     tokens=[*internal.prompt_token_ids, internal.answer[-1]],
                     params=one.prompt.sampling_params,
+                    adapter=0 if one.prompt.lora_request is None else one.prompt.lora_request.lora_int_id,
                     masks=[] if one.masks is None else one.masks.between(*places),
                 )
             if internal.is_scheduled:

@@ -54,8 +54,8 @@ class Verified(BaseModel):
     skipped: str | None = Field(
         None,
         description="Why nothing was compared. `no_room`: users left none in time. `too_long`: more tokens than "
-        "`verify_max_tokens`. `unsupported`: images, embeddings. `unknown`: nothing was generated, or the engine does "
-        "not know the request any more.",
+        "`verify_max_tokens`. `unsupported`: embeddings, images in shared memory. `unknown`: nothing was generated, "
+        "or the engine does not know the request any more.",
     )
 
     @classmethod

@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.attention.compressed import read_verified
 from vllm_kvmerge.engine.attention.rows import (
     PLAIN,
@@ -290,7 +291,8 @@ class CompressedRows(CompressedCache):
         for request_id, place in scored.items():
             one = self.step.verify[request_id]
             states, dtype = hidden_states[place : place + one.count], self._config.model_config.dtype
-            if (scores := score_tokens(states, one, self._model.compute_logits, dtype)) is not None:
+            compute_logits = compat.logits_under(self._model, one.adapter)
+            if (scores := score_tokens(states, one, compute_logits, dtype)) is not None:
                 self.reporter.add_scores(request_id, one.first, scores)
         places, self._last_tokens = self._last_tokens, {}
         for request_id, place in places.items():
