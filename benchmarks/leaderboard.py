@@ -43,8 +43,8 @@ RUNS = {
     "real-later": "",
     "real-screen": "## The screen\n\nEvery selection on 6 prompts of each task, which decides (by the rule in "
     "[its configuration](../configs/eval/real-screen.yaml)) which policies are measured more closely.",
-    "real-chunks": "## Chunks\n\nHow long chunks are, and how heads share a budget, was chosen here: eight other prompts "
-    "of the same tasks.",
+    "real-chunks": "## Chunks\n\nHow long chunks are, and how heads share a budget, was chosen here, on eight other "
+    "prompts of the same tasks.",
     "real-held-out": "## Held out\n\nTasks that took no part in any choice. Where the question is known, their "
     "order is another than the screen's: six prompts of five tasks do not settle it. Questions about documents do not "
     "count, since the full cache answers a quarter of them.",
