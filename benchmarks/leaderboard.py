@@ -45,9 +45,8 @@ RUNS = {
     "[its configuration](../configs/eval/real-screen.yaml)) which policies are measured more closely.",
     "real-chunks": "## Chunks\n\nHow long chunks are, and how heads share a budget, was chosen here, on eight other "
     "prompts of the same tasks.",
-    "real-held-out": "## Held out\n\nTasks that took no part in any choice. Where the question is known, their "
-    "order is another than the screen's: six prompts of five tasks do not settle it. Questions about documents do not "
-    "count, since the full cache answers a quarter of them.",
+    "real-held-out": "## Held out\n\nA task that took no part in any choice. Questions about documents did not either, "
+    "but do not count, since the full cache answers a quarter of them.",
 }
 """Runs that the page shows, and what it says of them."""
 PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
@@ -217,15 +216,23 @@ class Row:
         return parse_compression(self.parameters | {"budget": DECIDING})
 
 
+def common_samples(cells: Iterable[Cell]) -> dict[tuple[str, float | None], set[int]]:
+    """The prompts, by task and budget, that all policies have answered, the full cache included."""
+    common: dict[tuple[str, float | None], set[int]] = {}
+    for cell in cells:
+        place = cell.task, cell.budget
+        common[place] = common.get(place, set(cell.scores)) & cell.scores.keys()
+    full = {task: samples for (task, budget), samples in common.items() if budget is None}
+    return {(task, budget): samples & full.get(task, samples) for (task, budget), samples in common.items()}
+
+
 def rows_of(cells: Iterable[Cell]) -> tuple[list[str], list[Row]]:
     """The tasks that count, and the policies that all of them have, best first, by prompts that all have answered."""
     by_policy: dict[str, dict[tuple[str, float | None], Cell]] = defaultdict(dict)
     for cell in cells:
         by_policy[cell.policy][cell.task, cell.budget] = cell
     full = {task: cell for (task, _), cell in by_policy.get(FULL, {}).items()}
-    common: dict[tuple[str, float | None], set[str]] = {}
-    for place, cell in (one for found in by_policy.values() for one in found.items() if one[0][0] in full):
-        common[place] = common.get(place, set(full[cell.task].scores)) & cell.scores.keys()
+    common = common_samples(cell for found in by_policy.values() for cell in found.values())
     tasks = [task for task, cell in full.items() if np.mean(list(cell.scores.values())) >= LEAST]
     rows = []
     for policy, found in by_policy.items():
@@ -340,9 +347,10 @@ def page(cells: list[Cell], found: Recommendations) -> str:
                 if not of_case:
                     continue
                 tasks, rows = rows_of(of_case)
-                samples = sorted({len(cell.scores) for cell in of_case})
+                counts = {len(common) for (task, budget), common in common_samples(of_case).items() if task in tasks}
+                number = " to ".join(map(str, sorted({min(counts), max(counts)})))
                 mark = "##" if not heading else "###"
-                lines += [f"{mark} {title}: {model}, {' to '.join(map(str, {samples[0], samples[-1]}))} prompts", ""]
+                lines += [f"{mark} {title}: {model}, {number} prompts", ""]
                 lines += [*table(tasks, rows, case == "later"), ""]
     return "\n".join([*lines, *order(cells)])
 

@@ -63,7 +63,7 @@ class PluginConfig(BaseModel):
         description="Memory outside the cache that a request's newest queries may take, and work on one KV head, per "
         f"worker; requests that need more are refused. Default: {LEAST_COMPACTION_BYTES >> 20} MiB, or "
         f"{LAYERS_AT_ONCE} times the float32 keys and values of one layer of the longest request if that is more; "
-        f"on a GPU at most {DEVICE_SHARE:.0%} of its memory.",
+        f"on a GPU at most {DEVICE_SHARE} of its memory.",
     )
     compaction_workspace_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 40)
     """Working memory of compactions, per worker: as many layers and heads are compressed at once as fit into it.
