@@ -34,6 +34,7 @@ from tests.engine.test_pressure import params as asleep
 from tests.engine.test_pressure import watched
 from tests.engine.test_repetition import PROMPTS, dense_scores, scores
 from tests.engine.test_tensor_parallel import NUM_TOKENS, generate, splits_among_heads
+from tests.engine.test_verification import answered, ask, step_until
 from tests.random_model import WINDOW
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 
@@ -71,6 +72,24 @@ def engine(folder, architecture) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def stock_tokens(folder, architecture) -> list[list[int]]:
     return stock(folder, **architecture.arguments)
+
+
+@architectures("linear attention")
+def test_answers_are_verified(engine):
+    """By what vLLM says of prompt and answer as one prompt: linear attention steps through an answer otherwise."""
+    prompt = random_prompt(np.random.default_rng(3), 150)
+    answer = answered(engine, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), prompt)
+    found = step_until(engine, ask(engine, answer))
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = engine.generate([prompt + answer], params)
+    said = [one[token] for one, token in zip(output.prompt_logprobs[len(prompt) :], answer, strict=True)]
+    assert found["log_probs"] == pytest.approx([one.logprob for one in said], abs=1e-3)
+    assert sum(found["agrees"]) > 30
+    assert all(agrees for agrees, one in zip(found["agrees"], said, strict=True) if one.rank == 1)
+    changed = answer[:30] + [answer[30] ^ 1] + answer[31:]
+    agrees = step_until(engine, ask(engine, changed))["agrees"]
+    assert agrees[:30] == found["agrees"][:30] and not agrees[30]
+    engine.assert_empty()
 
 
 @architectures("windows", "latents")
