@@ -80,7 +80,8 @@ def auto_budget(field: Any) -> AutoBudget | None:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise refusal(name, "invalid_value", f"{first['msg']}, with budget 'auto'", "see AutoBudget") from None
+        allowed = {"min_agreement": "a number above 0, up to 1", "policy": "a name"}.get(name, "1 to 16 texts")
+        raise refusal(name, "invalid_value", f"{first['msg']}, with budget 'auto'", allowed) from None
 
 
 Ask = Callable[[dict[str, Any], str], Awaitable[dict[str, Any]]]
