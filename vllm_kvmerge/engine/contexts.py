@@ -61,6 +61,14 @@ class KeptContext:
     created: float
     expires: float | None
 
+    @classmethod
+    def new(
+        cls, asked: AskedContext, front: SharedFront | None, tokens: list[int], salt: str | None, policy: str
+    ) -> "KeptContext":
+        """One that begins now."""
+        now = time.time()
+        return cls(asked, front, tokens, salt, policy, now, None if asked.ttl is None else now + asked.ttl)
+
     @property
     def num_blocks(self) -> int:
         """Of the pool, that it holds."""
@@ -178,17 +186,8 @@ class ContextStore:
         if front is None or compression is None or request.prompt_token_ids is None:
             self._refuse(asked, ContextRefused(409, "there was no room to keep the context"))
             return
-        now = time.time()
-        kept = KeptContext(
-            asked=asked,
-            front=front,
-            tokens=request.prompt_token_ids[: compression.context],
-            salt=request.cache_salt,
-            policy=compression.config.front_policy,
-            created=now,
-            expires=None if asked.ttl is None else now + asked.ttl,
-        )
-        self.keep(kept)
+        tokens = request.prompt_token_ids[: compression.context]
+        self.keep(KeptContext.new(asked, front, tokens, request.cache_salt, compression.config.front_policy))
 
     def keep(self, kept: KeptContext) -> None:
         """Pins a context's front."""
@@ -199,20 +198,12 @@ class ContextStore:
 
     def _keep_uncompressed(self, context: dict[str, Any], tokens: list[int], salt: str | None) -> dict[str, Any]:
         """Keeps a context of which no front is good enough."""
-        asked, now = AskedContext.model_validate(context), time.time()
+        asked = AskedContext.model_validate(context)
         try:
             self._check_room(asked.id, self._blocks_of(tokens), salt)
         except ContextRefused as refusal:
             return {"refused": [refusal.status, str(refusal)]}
-        kept = KeptContext(
-            asked=asked,
-            front=None,
-            tokens=tokens,
-            salt=salt,
-            policy=text_of(None),
-            created=now,
-            expires=None if asked.ttl is None else now + asked.ttl,
-        )
+        kept = KeptContext.new(asked, None, tokens, salt, text_of(None))
         self.keep(kept)
         return kept.description(self._bytes_per_block)
 

@@ -244,15 +244,20 @@ class _Creation:
             return await self.created(field)
         context = AskedContext(id=self._id, ttl=self._body.ttl, info=self._info, content=self._body.chat)
         tokens = await self._all_tokens()
+        await self._check_client()
         return await self._call("uncompressed", context=context.model_dump(), tokens=tokens)
+
+    async def _check_client(self) -> None:
+        """Raises Refusal if the client has left, to whom the context would be of no use."""
+        if await self._request.is_disconnected():
+            raise Refusal(400, "the client left before a budget was chosen")
 
     def _ask(self) -> Ask:
         messages = self._body.messages
         ask_chat = ask_of(self._app, self._scope, self._body.model_dump(), len(messages or ()))
 
         async def ask(field: dict[str, Any], probe: str) -> dict[str, Any]:
-            if await self._request.is_disconnected():
-                raise Refusal(400, "the client left before a budget was chosen")
+            await self._check_client()
             if messages is not None:
                 return await ask_chat(field, probe)
             question = {"prompt": f"\n\nQuestion: {probe}\nAnswer:", "add_special_tokens": False}
