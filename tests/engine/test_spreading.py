@@ -20,7 +20,7 @@ CASES = {
     "snapkv": {"budget": {"threshold": 0.005, "max": 0.5}},
     "morphkv": {"budget": 64, "interval": 4},
     "grkv": {"budget": 96, "prefill": {"chunk": 100}},
-    "expected_attention": {"budget": 96, "refresh": {"every": 8}},
+    "expected_attention": {"budget": 96, "selector": "fused", "refresh": {"every": 8}},
 }
 """Policies whose heads have equal and different budgets, with a count that depends on data, repeated contexts, contexts
 that are compressed while they are computed, and refreshes."""

@@ -21,6 +21,8 @@ REQUESTS = [
     {"policy": "zsmerge", "selector": "h2o", "residual_share": 0.9, "alpha": 0.0},
     {"policy": "zsmerge", "allocator": "adaptive"},
     {"policy": "streaming_llm", "merger": "zip", "allocator": "pyramid", "ratio": 5.0},
+    {"policy": "expected_attention", "selector": "fused", "allocator": "adaptive"},
+    {"policy": "rkv", "selector": "fused", "of": ["rkv", "top_scores", "knorm"], "by": "sum_rank"},
 ]
 """Every preset, and parts that no preset combines."""
 

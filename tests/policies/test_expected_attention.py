@@ -10,7 +10,7 @@ from tests.policies.sampling import for_parts, newest_queries, on_two_workers, r
 from vllm_kvmerge.policies import Allocator, CompressionContext, CompressionPolicy, Entries
 from vllm_kvmerge.policies.allocators import Adaptive, Threshold
 from vllm_kvmerge.policies.mergers import DropMerger
-from vllm_kvmerge.policies.selectors import ExpectedAttention
+from vllm_kvmerge.policies.selectors import ExpectedAttention, Fused
 from vllm_kvmerge.policies.trackers import NoTracker
 
 HEADS, GROUP, SIZE, TOKENS, SCALE = 3, 2, 16, 120, 0.25
@@ -87,3 +87,5 @@ def test_allocators_compare_the_scores_of_all_heads():
     best = shares.flatten().sort(descending=True).values[HEADS * 40 - 1]
     assert budgets == (shares >= best).sum(1).tolist() and min(budgets) >= selector.min_budget
     assert sum(budgets) == HEADS * 40 and budgets[0] < min(budgets[1:])
+    fused = policy(Adaptive(floor_share=0.0, max_share=4.0)).model_copy(update={"selector": Fused()})
+    assert fused.head_budgets(entries, context).tolist() == budgets

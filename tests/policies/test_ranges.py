@@ -55,7 +55,9 @@ def values(field: str, option: dict[str, Any]) -> st.SearchStrategy[Any]:
         numbers = st.sampled_from([lower, upper]) | anywhere(lower, min(upper, lower + 8)) | anywhere(lower, upper)
         return numbers.map(lambda value: value | 1) if field == "kernel_size" else numbers  # which is odd
     if option.get("type") == "array":
-        return st.lists(values(field, option["items"]), max_size=3)
+        return st.lists(values(field, option["items"]), min_size=option.get("minItems", 0), max_size=3)
+    if option.get("type") == "object":
+        return st.just({})
     if option.get("type") == "boolean":
         return st.booleans()
     return st.sampled_from(option.get("enum", [option.get("const")]))

@@ -12,8 +12,10 @@ from torch import Tensor
 from tests.examples import examples
 from tests.policies.sampling import SEEDS, as_worker, for_parts, in_layer, live, random_entries
 from vllm_kvmerge.policies import DEAD, CompressionContext, Entries, Selector, noise
+from vllm_kvmerge.policies.base import HeadShape
 from vllm_kvmerge.policies.noise import uniform
 from vllm_kvmerge.policies.selectors import (
+    Fused,
     HeavyHitter,
     KeyDiff,
     KeyNorm,
@@ -21,6 +23,7 @@ from vllm_kvmerge.policies.selectors import (
     Recent,
     RedundancyAware,
     SinkRecent,
+    TopScores,
     Tova,
     WindowTopK,
 )
@@ -160,6 +163,52 @@ def test_what_is_protected_and_what_ranks_highest_stays(name, seed, num_heads, m
         # Rankings that differ by rounding alone may be taken for one another.
         chosen = sorted((ranks[p] for p in kept - protected), reverse=True)
         assert chosen == pytest.approx(others[: max(0, num_kept - len(protected))], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("by", ["max_rank", "sum_rank", "shares"])
+@examples(60)
+@given(SEEDS, st.integers(1, 3), st.integers(1, 28), st.data())
+def test_fused_rankings(by, seed, num_heads, more, data):
+    members = {
+        "snapkv": WindowTopK(window_size=data.draw(st.integers(1, 4)), kernel_size=3),
+        "keydiff": KeyDiff(num_sink_tokens=data.draw(SINKS), recent_window=data.draw(WINDOWS)),
+        "top_scores": TopScores(num_sink_tokens=2),
+    }
+    of = data.draw(st.lists(st.sampled_from(sorted(members)), min_size=2, max_size=4))
+    selector = Fused(of=of, by=by, **members)
+    n = selector.min_budget + more
+    entries = random_entries(seed, num_heads, n, num_dead=data.draw(st.integers(0, n - 1)))
+    budget = data.draw(st.integers(selector.min_budget, n - 1))
+    context = for_parts(CompressionContext.of_layer(entries, budget, n, at_prompt_end=True))
+    protected = selector.protected(entries, context)
+    assert torch.equal(protected, sum(members[name].protected(entries, context) for name in of).bool())
+    rankings = [members[name].ranking(entries, entries.scores, protected, context) for name in of]
+    for head, kept in enumerate(select(selector, entries, context)):
+        fixed = {i for i in range(n) if protected[head, i]}
+        others = [i for i in range(n) if entries.is_live[head, i] and i not in fixed]
+        orders = [sorted(others, key=lambda i: -ranking[head, i]) for ranking in rankings]
+        chosen, room = list[int](), budget - len(fixed)
+        if by == "shares":
+            for number, order in enumerate(orders, 1):
+                left = [i for i in order if i not in chosen]
+                chosen += left[: room * number // len(of) - len(chosen)]
+        else:
+            fuse = min if by == "max_rank" else sum
+            chosen = sorted(others, key=lambda i: fuse(order.index(i) for order in orders))[:room]
+        assert kept == {int(entries.positions[head, i]) for i in fixed | set(chosen)}
+
+
+def test_a_fused_selector_asks_for_what_its_members_need():
+    by_keys, by_queries = Fused(of=["keydiff", "knorm"]), Fused(of=["keydiff", "compactor", "morphkv"])
+    shape = HeadShape(num_entries=100, num_kept=25, head_size=64, group_size=2, hidden_size=256)
+    for fused in (by_keys, by_queries):
+        members = fused.members
+        assert [one.name for one in members] == fused.of
+        assert fused.query_window == max(one.query_window for one in members)
+        assert fused.held(shape) == max(one.held(shape) for one in members)
+        for trait, combined in (("needs_rotation", any), ("has_mass", any), ("takes_cap", all), ("takes_sinks", all)):
+            assert getattr(fused, trait) == combined(getattr(one, trait) for one in members)
+    assert not by_keys.needs_rotation and by_queries.needs_rotation and by_queries.query_window == 128
 
 
 def test_tova_counts_dead_entries_as_unused():

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pydantic_core import to_jsonable_python
 
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.request.catalogue import describe_policies
@@ -44,6 +45,6 @@ def test_parts_are_described(kind: str) -> None:
         assert part["summary"] and "\n" not in part["summary"]
         assert [field["name"] for field in part["fields"]] == list(registered.model_fields)
         for field in part["fields"]:
-            assert field["default"] == registered.model_fields[field["name"]].default
+            assert field["default"] == to_jsonable_python(registered.model_fields[field["name"]].default)
             assert field["description"], field
             assert field["type"] not in ("", "object"), field

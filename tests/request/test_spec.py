@@ -117,6 +117,19 @@ REFUSALS = [
     ({"policy": "criticalkv", "tracker": "log_ema"}, "tracker", "incompatible_parts", ["needs probabilities"]),
     ({"policy": "tova", "allocator": "adaptive"}, "allocator", "incompatible_parts", ["ranks all heads together"]),
     (
+        {"policy": "keydiff", "selector": "fused", "of": ["keydiff", "snapkv"]},
+        "of",
+        "incompatible_parts",
+        ["selector 'snapkv' needs scores", "allowed: compactor, expected_attention, keydiff, knorm, morphkv"],
+    ),
+    ({"policy": "h2o", "selector": "fused", "of": ["h2o", "rkv"]}, "of", "invalid_value", ["'rkv'", "got 'h2o'"]),
+    (
+        {"policy": "h2o", "selector": "fused", "knorm": {"window": 1}},
+        "knorm.window",
+        "unknown_field",
+        ["allowed: num_sink_tokens, recent_window"],
+    ),
+    (
         {"policy": "snapkv", "merger": "residual", "tracker": "log_ema"},
         "merger",
         "incompatible_parts",

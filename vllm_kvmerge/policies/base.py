@@ -254,6 +254,11 @@ class Selector(Part):
     """True if allocators compare the selector's ``mass`` instead of the tracker's attention."""
 
     @property
+    def members(self) -> "tuple[Selector, ...]":
+        """The selectors that have to suit the tracker: itself, or those whose rankings it combines."""
+        return (self,)
+
+    @property
     @abstractmethod
     def min_budget(self) -> int:
         """Smallest budget that this selector can work with: one more than it protects."""

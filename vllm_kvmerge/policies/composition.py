@@ -50,16 +50,15 @@ class CompressionPolicy(BaseModel):
 
     @model_validator(mode="after")
     def _check_parts_fit(self) -> Self:
-        for kind, part, has_scores in (
-            ("selector", self.selector, self.needs_scores),
-            ("allocator", self.allocator, self.needs_scores or self.selector.has_mass),
-        ):
-            if part.needs_scores and not has_scores:
-                raise ValueError(f"{kind} {part.name!r} needs scores, tracker {self.tracker.name!r} keeps none")
-        if self.selector.needs_probabilities and self.tracker.mode == ScoreMode.LOG_EMA:
-            raise ValueError(
-                f"selector {self.selector.name!r} needs probabilities, tracker {self.tracker.name!r} keeps logarithms"
-            )
+        members, tracker = self.selector.members, f"tracker {self.tracker.name!r}"
+        needing = [f"selector {one.name!r}" for one in members if one.needs_scores and not self.needs_scores]
+        if self.allocator.needs_scores and not (self.needs_scores or self.selector.has_mass):
+            needing.append(f"allocator {self.allocator.name!r}")
+        if needing:
+            raise ValueError(f"{needing[0]} needs scores, {tracker} keeps none")
+        for one in members:
+            if one.needs_probabilities and self.tracker.mode == ScoreMode.LOG_EMA:
+                raise ValueError(f"selector {one.name!r} needs probabilities, {tracker} keeps logarithms")
         if self.tracker.mode not in self.merger.tracker_modes:
             raise ValueError(
                 f"merger {self.merger.name!r} cannot work from tracker {self.tracker.name!r} (mode "

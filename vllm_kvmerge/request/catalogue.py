@@ -62,6 +62,8 @@ def type_text(field: dict[str, Any]) -> str:
         return " or ".join(type_text(choice) for choice in field["anyOf"])
     if "const" in field or "enum" in field:
         return " or ".join(repr(value) for value in field.get("enum", [field.get("const")]))
+    if "properties" in field:
+        return f"object ({', '.join(field['properties'])})"
     if field.get("type") == "array":
         return f"list of {type_text(field['items'])}"
     bounds = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}

@@ -3,10 +3,10 @@
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import cached_property, reduce
 from operator import or_
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,7 +15,8 @@ from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.choice import choose, replaceable
 from vllm_kvmerge.policies.errors import PartError, blamed_on
-from vllm_kvmerge.policies.fields import CommonFields, Prefill, Protect, Refresh, ThresholdBudget
+from vllm_kvmerge.policies.fields import CommonFields, ThresholdBudget
+from vllm_kvmerge.policies.selectors.fused import Member
 from vllm_kvmerge.request.nesting import MAX_DEPTH, nests_too_deep
 from vllm_kvmerge.request.recommended import with_policy
 from vllm_kvmerge.request.schema import FULL as FULL
@@ -358,7 +359,12 @@ def _parse(text: str) -> CompressionSpec | None:
         for kind, part in names.classes.items()
     }
     protect = common["protect"]
-    policy = CompressionPolicy(**parts, protect=protect.ranges if protect else ())
+    try:
+        policy = CompressionPolicy(**parts, protect=protect.ranges if protect else ())
+    except ValidationError as error:  # the selector fits, but not all of its members
+        why = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        fitting = ", ".join(one for one in get_args(Member) if names._replace(selector=one).misfit() is None)
+        raise refusal("of", "incompatible_parts", why, fitting) from None
     try:
         policy.check_constants()
     except PartError as error:
@@ -437,13 +443,14 @@ def _validated(model: type[M], data: Mapping[str, Any], what: str, within: str =
     except ValidationError as error:
         errors = error.errors()
     first, place = errors[0], errors[0]["loc"][:1]
-    # Within the common fields that are objects, not within the alternatives of a type.
-    objects: dict[str, type[BaseModel]] = {"prefill": Prefill, "protect": Protect}
-    inner = objects.get(str(*place), Refresh)
-    nested = [part for part in first["loc"][1:] if part in inner.model_fields or first["type"] == "extra_forbidden"]
+    # Within fields that are objects, not within the alternatives of a type.
+    info = model.model_fields.get(str(*place))
+    types = (info.annotation, *get_args(info.annotation)) if info else ()
+    inner: Collection[str] = next((one.model_fields for one in types if hasattr(one, "model_fields")), ())
+    nested = [part for part in first["loc"][1:] if part in inner or first["type"] == "extra_forbidden"]
     field = within + ".".join(str(part)[:MAX_SHOWN] for part in (*place, *nested))
     if first["type"] == "extra_forbidden":
-        allowed = ", ".join((inner if nested else model).model_fields)
+        allowed = ", ".join(inner if nested else model.model_fields)
         raise refusal(field, "unknown_field", f"unknown field for policy {what}", allowed)
     # A field of several types has one error for each, and together they say what is allowed.
     messages = (one["msg"].removeprefix("Value error, ") for one in errors if one["loc"][:1] == place)

@@ -2,6 +2,7 @@
 
 from vllm_kvmerge.policies.selectors.critical import Critical as Critical
 from vllm_kvmerge.policies.selectors.expected_attention import ExpectedAttention as ExpectedAttention
+from vllm_kvmerge.policies.selectors.fused import Fused as Fused
 from vllm_kvmerge.policies.selectors.heavy_hitter import HeavyHitter as HeavyHitter
 from vllm_kvmerge.policies.selectors.keydiff import KeyDiff as KeyDiff
 from vllm_kvmerge.policies.selectors.knorm import KeyNorm as KeyNorm

@@ -42,7 +42,7 @@ class Critical(WindowTopK):
     )
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        ranking = self.pooled(importance, protected, entries)
+        ranking = self.ranking(entries, importance, protected, context)
         if context.output_weights is None:
             return top(ranking, protected, entries, context.counts)
         num_protected = protected.sum(1)

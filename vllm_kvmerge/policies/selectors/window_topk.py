@@ -36,11 +36,10 @@ class WindowTopK(Selector):
     def protected(self, entries: Entries, context: CompressionContext) -> Tensor:
         return newest(entries, self.window_size)
 
-    def pooled(self, importance: Tensor, protected: Tensor, entries: Entries) -> Tensor:
-        """``[H, n]``: what ranks the entries before the window."""
+    def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
+        """``[H, n]``: pooled scores of the entries before the window."""
         ranking = max_pooled(importance, protected, entries, self.kernel_size)
         return chunk_means(ranking, protected, entries, self.chunk_length)
 
     def select(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
-        ranking = self.pooled(importance, protected, entries)
-        return top(ranking, protected, entries, context.counts)
+        return top(self.ranking(entries, importance, protected, context), protected, entries, context.counts)
