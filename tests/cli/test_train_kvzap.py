@@ -12,7 +12,7 @@ from tests.engine.conftest import random_prompt
 from tests.engine.test_repetition import dense_scores
 from vllm_kvmerge import demo
 from vllm_kvmerge.cli import main
-from vllm_kvmerge.cli.train_kvzap import kvzip_scores
+from vllm_kvmerge.cli.train_kvzap import _arguments, _texts, kvzip_scores
 from vllm_kvmerge.demo.recall import draw_prompt
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
 
@@ -64,6 +64,22 @@ def test_texts_of_ones_own(capsys, tmp_path):
     assert "2 of 2 texts" in capsys.readouterr().out
     assert all(torch.isfinite(module.weight).all() for module in Surrogate.load(str(tmp_path / "kvzap")).layers)
     assert "texts.jsonl: line 3 must be a" in refusal(capsys, *command)
+
+
+def test_texts_of_a_folder(capsys, tmp_path):
+    """A stretch of each file that is long enough, from the beginning of a line on."""
+    words = "\n".join(f"remember fiso {number}." for number in range(400))
+    for name, text in {"a/long.txt": words, "b/long.md": words, "short.txt": "recall fiso", "no.bin": words}.items():
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(text)
+    command = ["train-kvzap", demo.model_path(), "--texts", str(tmp_path / "texts"), "--hidden-dim", "0"]
+    command += ["--output", str(tmp_path / "kvzap")]
+    assert main([*command, "--max-tokens", "100"]) == 0
+    assert "2 of 2 texts" in capsys.readouterr().out
+    args = _arguments([*command[1:], "--max-tokens", "100"])
+    first, second = _texts(args)
+    assert first != second and all(text in words and text.startswith("remember") for text in (first, second))
+    assert "the folder holds no text long enough (allowed: .md, " in refusal(capsys, *command, "--max-tokens", "5000")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,13 @@ HELD_OUT = 0.05
 """Share of the tokens, the last ones, that modules are tested on."""
 
 
+SUFFIXES = ".md", ".py", ".rst", ".txt"
+"""Of text files in a folder."""
+
+CHARACTERS_PER_TOKEN = 5
+"""At least as many as most texts have, so that they are long enough."""
+
+
 class Line(BaseModel):
     """A line of --texts; other entries are ignored."""
 
@@ -50,7 +57,7 @@ def run(argv: list[str]) -> int:
         scores.append(scored[:, :, some].mT.cpu())
         print(f"\r{number} of {len(texts)} texts", end="", flush=True)
     print()
-    surrogate, explained = train(torch.cat(hidden, 1), torch.cat(scores, 1), args)
+    surrogate, explained = train(hidden, scores, args)
     surrogate.save(args.output)
     by_layer = ", ".join(f"{share:.3f}" for share in explained)
     print(f"{args.output}: share of the variance explained of tokens held out, by layer: {by_layer}")
@@ -62,7 +69,11 @@ def _arguments(argv: list[str]) -> Namespace:
     parser.add_argument("model", help="folder or name on the hub, or the word demo")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument(
-        "--texts", type=Path, metavar="FILE", help='.jsonl, a {"text": ...} per line; left out: the demo model\'s texts'
+        "--texts",
+        type=Path,
+        metavar="PATH",
+        help='.jsonl, a {"text": ...} per line, or a folder, of whose text files stretches are drawn; left out: the demo '
+        "model's texts",
     )
     parser.add_argument(
         "--hidden-dim", type=_at_least(0), default=512, metavar="N", help="of each layer's MLP; 0: linear layers"
@@ -104,6 +115,9 @@ def _texts(args: Namespace) -> Iterator[str]:
         for _ in range(args.num_texts):
             yield draw_prompt(rng, args.max_tokens, 24).context
         return
+    if args.texts.is_dir():
+        yield from _stretches(args)
+        return
     try:
         with args.texts.open() as file:
             lines = list(islice(file, args.num_texts))
@@ -119,13 +133,28 @@ def _texts(args: Namespace) -> Iterator[str]:
             raise CommandError(message) from None
 
 
+def _stretches(args: Namespace) -> Iterator[str]:
+    """One of each file, from a random line on; short files are left out."""
+    length = CHARACTERS_PER_TOKEN * args.max_tokens
+    files = sorted(p for p in args.texts.rglob("*") if p.suffix in SUFFIXES and p.stat().st_size >= length)
+    if not files:
+        allowed = f"{', '.join(SUFFIXES)} of {length} bytes"
+        raise CommandError(f"--texts {args.texts}: the folder holds no text long enough (allowed: {allowed} or more)")
+    rng = np.random.default_rng(args.seed)
+    for number in rng.permutation(len(files))[: args.num_texts]:
+        text = files[number].read_text(errors="replace")
+        start = int(rng.integers(max(1, len(text) - length)))
+        yield text[text.rfind("\n", 0, start) + 1 :][:length]
+
+
 def _load(name: str, device: str) -> tuple[Any, Any]:
     """The model, with eager attention, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = named(name)
     check_folder(path)
-    dtype = torch.float32 if device == "cpu" else "auto"  # CPUs take long for what is shorter
+    # Most CPUs take longer for what is shorter.
+    dtype = torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else "auto"
     try:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype).to(device)
         return model, AutoTokenizer.from_pretrained(path)
@@ -160,18 +189,19 @@ def kvzip_scores(model: Any, context: list[int], request: list[int]) -> tuple[Te
     return torch.stack(seen), torch.stack(scores).clamp(min=LEAST_SCORE).log()
 
 
-def train(hidden: Tensor, scores: Tensor, args: Namespace) -> tuple[Surrogate, list[float]]:
+def train(hidden: list[Tensor], scores: list[Tensor], args: Namespace) -> tuple[Surrogate, list[float]]:
     """A module for each layer, fitted on ``args.device``, and the share of the variance of tokens held out that each
-    explains. hidden: ``[layers, n, hidden]``. scores: ``[layers, n, H]`` float32."""
-    num_layers, num_tokens, size = hidden.shape
+    explains. hidden: ``[layers, n, hidden]`` of each text. scores: ``[layers, n, H]`` float32 of each."""
+    num_layers, _, size = hidden[0].shape
     config = SurrogateConfig(
-        input_dim=size, output_dim=scores.shape[2], n_modules=num_layers, hidden_dim=args.hidden_dim or None
+        input_dim=size, output_dim=scores[0].shape[2], n_modules=num_layers, hidden_dim=args.hidden_dim or None
     )
     layers = config.modules().to(args.device)
+    num_tokens = sum(one.shape[1] for one in hidden)
     num_learnt = num_tokens - max(1, int(HELD_OUT * num_tokens))
     explained = []
-    for module, x, y in zip(layers, hidden, scores, strict=True):
-        x, y = x.float().to(args.device), y.to(args.device)
+    for layer, module in enumerate(layers):
+        x, y = (torch.cat([one[layer] for one in given]).float().to(args.device) for given in (hidden, scores))
         if isinstance(module, nn.Linear):
             _fit_linear(module, x[:num_learnt], y[:num_learnt])
         else:
