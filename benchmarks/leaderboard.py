@@ -36,6 +36,8 @@ SCORES, PAGE = ROOT / "benchmarks/results/real_scores.json", ROOT / "docs/leader
 TITLES: dict[Case, str] = {"known": "The question is known", "later": "The question comes later"}
 LEAST = 0.6
 """Of the full cache's score, for a task that counts."""
+SHOWN = 0.3
+"""The score from which on a policy has a row of its own."""
 DECIDING = 0.25
 """The budget that ranks."""
 RUNS = {
@@ -283,9 +285,13 @@ def table(tasks: list[str], rows: list[Row], has_held: bool) -> list[str]:
     names = [task.removesuffix(" 2048") for task in tasks]
     columns = ["policy", *map(str, budgets), *names, *["held"] * has_held, "loops"]
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    low = []
     for row in rows:
         at = None if row.policy == FULL else DECIDING
         if at not in row.score:
+            continue
+        if row.score[at] < SHOWN:
+            low.append(f"{row.policy} {row.score[at]:.2f}")
             continue
         scores = [
             "1.00" if at is None else "{:.2f} ({:.2f} to {:.2f})".format(*row.interval(b)) if b in row.score else ""
@@ -295,7 +301,7 @@ def table(tasks: list[str], rows: list[Row], has_held: bool) -> list[str]:
         parts += [f"{row.held[at]:.2f}"] * has_held + [f"{row.loops[at]:.2f}"]
         name = f"**{row.policy}**" if row.policy in level else row.policy
         lines.append(f"| {name} | " + " | ".join([*scores, *parts]) + " |")
-    return lines
+    return [*lines, "", f"Below {SHOWN}: {', '.join(low)}."] if low else lines
 
 
 def deciding_cells(cells: Iterable[Cell], case: Case) -> list[Cell]:
