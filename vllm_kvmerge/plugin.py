@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 PLUGIN = "kvmerge"
 """Our part of ``additional_config``, and what our endpoint marks the application's state with."""
 
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""The module whose name is a command of vLLM's, beside ``vllm serve``."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -21,8 +24,8 @@ def register() -> None:
     """Entry point ``kvmerge`` of ``vllm.general_plugins``, which vLLM calls in every process of every server.
 
     Where the engine's ``additional_config`` has an object ``kvmerge``, compression is on, and everything else that it
-    takes is filled in: ``vllm serve`` goes on as ``vllm-kvmerge serve``. Everywhere else vLLM stays as it is, except
-    that its server refuses the field ``kv_compression`` instead of ignoring it.
+    takes is filled in: vLLM's commands that start a server go on as ``vllm-kvmerge serve``. Everywhere else vLLM stays
+    as it is, except that its server refuses the field ``kv_compression`` instead of ignoring it.
     """
     try:
         from vllm_kvmerge.engine import compat
@@ -68,6 +71,8 @@ def _serve(args: Namespace) -> None:
     """Goes on as ``vllm-kvmerge serve`` in the same process if that is asked for: metrics and exit statuses depend on
     what happens before vLLM is imported."""
     argv = sys.argv[1:]
+    if getattr(sys.modules["__main__"].__spec__, "name", None) == API_SERVER:
+        argv = ["serve", *argv]
     if argv[:1] != ["serve"] or not _is_asked(args.additional_config):
         return
     if args.host is None and not args.uds:

@@ -53,5 +53,5 @@ def test_the_field_is_refused(size: int) -> None:
 
 
 def test_a_server_that_is_asked_to_compress_is_not_started_so() -> None:
-    with pytest.raises(UnsupportedConfigError, match="allowed: vllm serve MODEL"):
+    with pytest.raises(UnsupportedConfigError, match="allowed: vllm-kvmerge serve MODEL"):
         app_of({"kvmerge": {}})

@@ -1,5 +1,5 @@
-"""The unmodified command ``vllm serve``: with our part of ``additional_config`` it compresses, without it refuses the
-field and is otherwise stock."""
+"""vLLM's unmodified commands that start a server: with our part of ``additional_config`` they compress, without it
+``vllm serve`` refuses the field and is otherwise stock."""
 
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from tests.server.test_hostile_input import KNOWN
 from vllm_kvmerge import demo
 from vllm_kvmerge.engine.arguments import SCHEDULER_CLS, VALIDATOR, WORKER_CLS, plugin_config
 from vllm_kvmerge.engine.support import UnsupportedConfigError
+from vllm_kvmerge.server.endpoint import POLICIES_ROUTE
 
 PROMPT = [3 + i % 200 for i in range(300)]
 LOCAL = {"policy": "local", "budget": 64}
@@ -24,14 +25,15 @@ SERVER_ERRORS = {
 }
 
 SERVE = str(VLLM), "serve", demo.model_path(), "--served-model-name", "demo"
+API_SERVER = "-m", "vllm.entrypoints.openai.api_server", "--model", demo.model_path(), "--served-model-name", "demo"
+ASKS = "--additional-config", '{"kvmerge": {"max_compaction_seconds": 4.5}}'
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[Server, Server]]:
     """One that compresses, and a stock one."""
-    asks = "--additional-config", '{"kvmerge": {"max_compaction_seconds": 4.5}}'
     with (
-        serving(*asks, "--host", "127.0.0.1", command=SERVE, from_scratch=True) as ours,
+        serving(*ASKS, "--host", "127.0.0.1", command=SERVE, from_scratch=True) as ours,
         serving(command=SERVE, from_scratch=True, ready="Application startup complete") as stock,
     ):
         yield ours, stock
@@ -40,12 +42,22 @@ def servers() -> Iterator[tuple[Server, Server]]:
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
+def check_compresses(server: Server) -> None:
+    told = server.complete(PROMPT, max_tokens=4, kv_compression=LOCAL)["usage"]["kv_compression"]
+    assert told["compressions"] == 1 and told["entries"]["most"] == 64
+    assert server.metric("vllm:kvmerge_requests_total", policy="local") == 1
+    check_refused(server.ask(PROMPT, kv_compression={"policy": "nope"}), "kv_compression.policy", "unknown policy")
+    assert "local" in httpx.get(server.url + POLICIES_ROUTE).text
+
+
 def test_compression_is_on_where_the_configuration_asks_for_it(servers):
     ours, _ = servers
-    told = ours.complete(PROMPT, max_tokens=4, kv_compression=LOCAL)["usage"]["kv_compression"]
-    assert told["compressions"] == 1 and told["entries"]["most"] == 64
-    assert ours.metric("vllm:kvmerge_requests_total", policy="local") == 1
-    check_refused(ours.ask(PROMPT, kv_compression={"policy": "nope"}), "kv_compression.policy", "unknown policy")
+    check_compresses(ours)
+
+
+def test_and_so_it_is_where_charts_start_the_module():
+    with serving(*ASKS, command=API_SERVER, from_scratch=True) as ours:
+        check_compresses(ours)
 
 
 def test_a_stock_server_refuses_the_field_and_says_how_to_turn_it_on(servers):

@@ -138,20 +138,29 @@ def complete_engine_args(complete: Callable[["EngineArgs"], None]) -> None:
 
 @cache
 def delegate_serve(serve: Callable[["Namespace"], None]) -> None:
-    """Passes the arguments of the command ``vllm serve`` to ``serve``, which need not return.
+    """Passes the arguments of vLLM's commands that start a server, ``vllm serve`` and ``python -m
+    vllm.entrypoints.openai.api_server``, to ``serve``, which need not return.
 
-    A subcommand that plugins can add to or replace would make this unnecessary.
+    A command that plugins can add to or replace would make this unnecessary.
     """
-    if (cli := sys.modules.get("vllm.entrypoints.cli.serve")) is None:
-        return
-    validate = cli.ServeSubcommand.validate
+    if (cli := sys.modules.get("vllm.entrypoints.cli.serve")) is not None:
+        validate = cli.ServeSubcommand.validate
 
-    @wraps(validate)
-    def validate_or_serve(self: Any, args: "Namespace") -> None:
-        serve(args)
-        validate(self, args)
+        @wraps(validate)
+        def validate_or_serve(self: Any, args: "Namespace") -> None:
+            serve(args)
+            validate(self, args)
 
-    cli.ServeSubcommand.validate = validate_or_serve
+        cli.ServeSubcommand.validate = validate_or_serve
+    if (entry := sys.modules.get("vllm.entrypoints.launchers.api_server.entry")) is not None:
+        run_server = entry.run_server
+
+        @wraps(run_server)
+        def run_or_serve(args: "Namespace", **kwargs: Any) -> Awaitable[None]:
+            serve(args)
+            return run_server(args, **kwargs)  # type: ignore[no-any-return]
+
+        entry.run_server = run_or_serve  # type: ignore[attr-defined]
 
 
 @cache

@@ -18,8 +18,8 @@ def refuse_field(app: FastAPI) -> None:
     """Adds ``FieldRefusal``. Raises UnsupportedConfigError if the engine compresses."""
     if is_asked(app.state.args.additional_config):
         raise UnsupportedConfigError(
-            "additional_config.kvmerge is not supported by this command; allowed: vllm serve MODEL, or "
-            "vllm-kvmerge serve MODEL"
+            "additional_config.kvmerge is not supported by this command; allowed: vllm-kvmerge serve MODEL, "
+            "vllm serve MODEL, or python -m vllm.entrypoints.openai.api_server --model MODEL"
         )
     app.add_middleware(FieldRefusal)
 
