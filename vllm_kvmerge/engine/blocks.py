@@ -368,7 +368,8 @@ class MergeableAttentionManager(FullAttentionManager):
         """Whether other requests may find the request's new blocks, of any layers, by hash."""
         # Once keys and values are approximations, so are hidden states of all layers.
         state = self.states.get(request.request_id)
-        return (state is None or state.front is None) and not isinstance(request, InternalRequest)
+        is_kept = state is None or (state.front is None and not state.hints.drop)
+        return is_kept and not isinstance(request, InternalRequest)
 
     def _has_partial_local_hit(self, new_computed_blocks: Sequence[KVCacheBlock], num_computed_tokens: int) -> bool:
         # The block in which a front's tail begins is not among those that are taken over.

@@ -6,7 +6,7 @@ leaves its context as one; servers ask for everything else by ``ContextStore.cal
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.fronts import HeldWindow, SharedFront
+from vllm_kvmerge.engine.messages import Adopt
 from vllm_kvmerge.engine.schedule import UNCOMPRESSED, RequestCompression, Segments
 from vllm_kvmerge.request.spec import text_of
 
@@ -113,6 +114,8 @@ class ContextStore:
         self._manager, self._bytes_per_block, self._max_blocks = manager, bytes_per_block, max_blocks
         self._hasher = get_request_block_hasher(manager.block_pool.hash_block_size, hash_function)
         self._kept: dict[str, KeptContext] = {}
+        self._held: dict[BlockHash, tuple[SharedFront, float]] = {}
+        """Fronts without an id that hints have kept here, and when they are let go, in seconds since the epoch."""
         self._asked: dict[str, tuple[AskedContext, int]] = {}
         """By request: what it asks for, and blocks that it will take."""
         self._refusals: dict[str, ContextRefused] = {}
@@ -128,7 +131,8 @@ class ContextStore:
 
     @property
     def num_blocks(self) -> int:
-        return sum(one.num_blocks for one in self._kept.values())
+        held = sum(len(front.all_blocks) for front, _ in self._held.values())
+        return held + sum(one.num_blocks for one in self._kept.values())
 
     def ask(self, request: Request, text: str, compression: RequestCompression | None) -> None:
         """Begins a context: its request has arrived. text: the value of ``CONTEXT_KEY``.
@@ -161,11 +165,7 @@ class ContextStore:
     def _check_room(self, context_id: str, needed: int, salt: str | None) -> None:
         self.expire()
         named = [one.asked.id for one in self._kept.values() if one.salt == salt][:20]
-        waiting = [num_blocks for _, num_blocks in self._asked.values()]
-        waiting += [one.num_blocks for one in self._restored.values()]
-        # Any client may keep contexts. Those that hold no blocks count like those that do.
-        waiting += [self._blocks_of(one.tokens) for one in self._kept.values() if one.front is None]
-        held, size = self.num_blocks + sum(waiting), self._bytes_per_block
+        held, size = self._taken_blocks(), self._bytes_per_block
         advice = f"; delete some: {', '.join(named)}" if named else ""
         asked = [one.id for one, _ in self._asked.values()]
         if context_id in (*self._kept, *self._restored, *asked):
@@ -176,6 +176,37 @@ class ContextStore:
                 f"the context takes {needed * size} bytes, and {len(self._kept)} contexts hold {held * size} of the "
                 f"{self._max_blocks * size} that contexts may{advice}",
             )
+
+    def _taken_blocks(self) -> int:
+        """Blocks that count against ``max_blocks``."""
+        waiting = [num_blocks for _, num_blocks in self._asked.values()]
+        waiting += [one.num_blocks for one in self._restored.values()]
+        # Any client may keep contexts. Those that hold no blocks count like those that do.
+        waiting += [self._blocks_of(one.tokens) for one in self._kept.values() if one.front is None]
+        return self.num_blocks + sum(waiting)
+
+    def hold(self, front: SharedFront | None, seconds: float) -> None:
+        """Pins a front that is in the cache, without an id, for that time if there is room."""
+        if front is None or not seconds:
+            return
+        self.expire()
+        self._let_go(front.key)
+        if self._taken_blocks() + len(front.all_blocks) <= self._max_blocks:
+            assert self._manager.fronts is not None
+            self._manager.fronts.pin(front)
+            self._held[front.key] = front, time.time() + seconds
+
+    def resume(self, adoptions: Iterable[Adopt]) -> None:
+        """Lets turns go that requests go on from."""
+        for adopt in adoptions if self._held else ():
+            key = BlockHash(adopt.key)
+            if key in self._held and self._held[key][0].turn is not None:
+                self._let_go(key)
+
+    def _let_go(self, key: BlockHash) -> None:
+        if (held := self._held.pop(key, None)) is not None:
+            assert self._manager.fronts is not None
+            self._manager.fronts.unpin(held[0])
 
     def end(self, request: Request, front: SharedFront | None, compression: RequestCompression | None) -> None:
         """Keeps the context of a request that ends, if it asked for that. front: of its context, if it is there."""
@@ -212,13 +243,17 @@ class ContextStore:
 
     def expire(self) -> None:
         """Deletes contexts whose time is up."""
-        if self._kept:
+        if self._kept or self._held:
             now = time.time()
+            for key in [key for key, (_, expires) in self._held.items() if expires <= now]:
+                self._let_go(key)
             for one in [one for one in self._kept.values() if one.expires is not None and one.expires <= now]:
                 self._delete(one)
 
     def clear(self) -> None:
         """Deletes all contexts."""
+        for key in list(self._held):
+            self._let_go(key)
         for one in list(self._kept.values()):
             self._delete(one)
 

@@ -28,6 +28,7 @@ from vllm_kvmerge.engine.connectors import HiddenRequests
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, ContextStore
 from vllm_kvmerge.engine.failures import FailedRequests, as_bad_request, cannot_be_spelled
 from vllm_kvmerge.engine.fronts import FrontCache
+from vllm_kvmerge.engine.hints import Hints
 from vllm_kvmerge.engine.internal_requests import InternalRequest, RepeatingRequest, VerifyingRequest
 from vllm_kvmerge.engine.messages import (
     NO_REPORT,
@@ -199,7 +200,7 @@ class CompressionSchedulerMixin(Scheduler):
         if schedule is None:
             return None
         most_tokens, keys = self._admission.most_tokens(schedule), self._sharing.keys(request, schedule)
-        return RequestState(request, schedule, most_tokens, keys=keys)
+        return RequestState(request, schedule, most_tokens, Hints.of(request.kv_hints), keys=keys)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._accounts.note(request)
@@ -269,7 +270,9 @@ class CompressionSchedulerMixin(Scheduler):
             self._contexts.end(request, front, None if state is None else state.schedule)
         if state is not None:
             if state.work is None:
-                self._sharing.keep_turn(state)
+                self._contexts.hold(self._sharing.keep_turn(state), state.hints.expect)
+            if state.hints.pin:
+                self._contexts.hold(self._sharing.front_of(state), state.hints.pin)
             self._planner.drop(state)
             self._repetitions.stop(state)
         params, *others = super()._free_request(request, *args, **kwargs)
@@ -368,6 +371,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._accounts.begin_step(self.running)
         step, scheduled = CompressionStep(), output.num_scheduled_tokens
         step.adopt = self._sharing.adoptions()
+        self._contexts.resume(step.adopt.values())
         self._verifications.go_on(scheduled, self._has_waiting, step)
         stuck = list[Request]()
         if self._states:  # plain requests do not pay for others

@@ -140,7 +140,7 @@ class ContextSharing:
         if is_whole:
             count_context(state.policy, self._engine, 0)
         # New tokens may go to the last block of a front that saves none.
-        if fronts.is_known(key) or len(blocks) > num_tokens // self._manager.block_size:
+        if state.hints.drop or fronts.is_known(key) or len(blocks) > num_tokens // self._manager.block_size:
             return None
         # The next compression cannot write to the blocks of a part that is shared.
         if not is_whole and 2 * len(blocks) > self._manager.block_pool.get_num_free_blocks():
@@ -212,11 +212,11 @@ class ContextSharing:
             self._manager.discard(front.all_blocks)
         fronts.forget(key)
 
-    def keep_turn(self, state: RequestState) -> None:
-        """Leaves what a request holds that ends as it should in the prefix cache, if it asked for that."""
+    def keep_turn(self, state: RequestState) -> SharedFront | None:
+        """Leaves what a request holds that ends as it should in the prefix cache, if it asked for that; the turn."""
         fronts, request, schedule = self._manager.fronts, state.request, state.schedule
-        if fronts is None or schedule.config.reuse != "turns":
-            return
+        if fronts is None or schedule.config.reuse != "turns" or state.hints.drop:
+            return None
         # A step in flight has computed the last token too, and has counted its query.
         segments, num_tokens = state.segments, request.num_tokens - 1
         if request.num_in_flight_tokens and segments.tail <= num_tokens:
@@ -225,21 +225,23 @@ class ContextSharing:
         is_whole = segments.are_compressed and segments.tail <= num_tokens <= request.num_computed_tokens
         is_whole = is_whole and num_tokens >= self._manager.block_size
         if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED) or not is_whole:
-            return
+            return None
         policy = schedule.config.front_policy
         key = fronts.key(request, num_tokens, policy, TURN)
         if key is None or key in fronts:
-            return
+            return None if key is None else fronts.find(key)
         windows = self._manager.hold_windows(request.request_id, num_tokens)
         if windows is None:
-            return
+            return None
         table = self._manager.req_to_blocks[request.request_id][: cdiv(num_tokens, self._manager.block_size)]
         rows, blocks = zip(*((row, block) for row, block in enumerate(table) if not block.is_null), strict=True)
         self._manager.block_pool.touch(blocks)
         turn, num_bytes = fronts.turn(request, num_tokens, policy), schedule.shared_bytes(num_tokens)
         kept = self._accounts.kept(request.request_id)
-        self._manager.share(SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept, windows))
+        front = SharedFront(key, segments, num_tokens, rows, blocks, num_bytes, turn, kept, windows)
+        self._manager.share(front)
         self._turns.append(Keep(request.request_id, key, num_tokens, num_bytes > 0))
+        return front
 
     @property
     def has_turns(self) -> bool:

@@ -7,6 +7,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_kvmerge.engine.fronts import SharedFront
+from vllm_kvmerge.engine.hints import Hints
 from vllm_kvmerge.engine.internal_requests import RepeatingRequest
 from vllm_kvmerge.engine.messages import FrontReport, Kind, Score
 from vllm_kvmerge.engine.schedule import UNCOMPRESSED, FrontSize, RequestCompression, Segments
@@ -29,6 +30,7 @@ class RequestState:
     """What is known of one compressed request.
 
     request: vLLM's. schedule: when it is compressed, and to what size. most_tokens: that it has slots for at once.
+    hints: on what it leaves in the prefix cache.
 
     Its cache: front is its compressed segments; None: it is not compressed. offer: a front that it may begin with.
     num_hit_blocks: blocks that it found in the prefix cache when it was admitted. given_up: blocks that the compression
@@ -47,6 +49,7 @@ class RequestState:
     request: Request
     schedule: RequestCompression
     most_tokens: int
+    hints: Hints = field(default_factory=Hints)
     front: Segments | None = None
     offer: Offer | None = None
     num_hit_blocks: int = 0
