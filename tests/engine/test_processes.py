@@ -41,7 +41,7 @@ if __name__ == "__main__":
     time.sleep(600)
 """
 
-(_, OFFLINE, _) = blocks(ROOT / "docs/quickstart.md", "python")
+(OFFLINE, _) = blocks(ROOT / "docs/quickstart.md", "python")
 THEN_WAIT = """
     import json, psutil, time
     print("PIDS" + json.dumps([one.pid for one in psutil.Process().children(recursive=True)]), flush=True)

@@ -16,7 +16,6 @@ from tests.documented import ROOT, blocks
 from tests.server.conftest import VLLM, check_refused, random_prompt, wait_until
 from vllm_kvmerge import demo
 
-BENCHMARKS = blocks(ROOT / "docs/performance.md", "bash")
 POLICIES = ["local", "streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge"]
 CHAT = [{"role": "user", "content": "a"}]
 
@@ -148,25 +147,12 @@ def test_clients_that_leave_do_no_harm(server):
     assert server.complete("recall", max_tokens=2)["choices"]
 
 
-SMALL = "--dtype", "float32", "--kv-cache-memory-bytes", str(20 << 20)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "more", "said"),
-    [
-        ("serve", ("--num-prompts", "4", "--random-output-len", "20"), r"Total generated tokens: +80\s"),
-        # Its requests have no field; the engine's default is theirs.
-        ("throughput", SMALL, r"Total num output tokens: +160\s"),
-    ],
-)
-def test_the_documented_commands_of_vllms_own_benchmarks(server, kind, more, said):
-    """By the script for the CPU build, with less to do."""
-    (command,) = (text for text in BENCHMARKS if text.startswith(f"vllm bench {kind}"))
-    command = command.replace("http://127.0.0.1:8000", server.url).replace("vllm_kvmerge/demo/model", demo.model_path())
-    before = server.metric("vllm:kvmerge_compressions_total", policy="keepkv")
-    done = preloaded.run([sys.executable, str(VLLM), *shlex.split(command.replace("\\\n", ""))[1:], *more])
+def test_the_documented_command_of_vllms_own_benchmark():
+    """By the script for the CPU build. Its requests have no field; the engine's default is theirs."""
+    (command,) = blocks(ROOT / "docs/performance.md", "bash")
+    words = shlex.split(command.replace("\\\n", "").replace("vllm_kvmerge/demo/model", demo.model_path()))
+    small = "--dtype", "float32", "--kv-cache-memory-bytes", str(20 << 20)
+    done = preloaded.run([sys.executable, str(VLLM), *words[1:], *small])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(said, done.stdout), done.stdout[-3000:]
-    grown = server.metric("vllm:kvmerge_compressions_total", policy="keepkv") - before
-    assert (grown >= 4) == (kind == "serve")
+    assert re.search(r"Total num output tokens: +160\s", done.stdout), done.stdout[-3000:]
