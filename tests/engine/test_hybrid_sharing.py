@@ -1,6 +1,5 @@
 """Where some layers have windows: fronts, with which these go, and ``positions: cache``, which turns keys in them."""
 
-import asyncio
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,11 +8,10 @@ import pytest
 from tests.engine import test_kept_contexts, test_turns
 from tests.engine.architectures import BLOCK_SIZE, greedy, running
 from tests.engine.conftest import Engine, random_prompt
-from tests.engine.test_kept_contexts import client, saved
+from tests.engine.test_kept_contexts import client, load_saved, saved
 from tests.engine.test_shared_contexts import answers, params
 from tests.engine.test_stress_contexts import check_sharing
 from tests.random_model import WINDOW, write_gemma
-from vllm_kvmerge.engine.saved_contexts import load_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -87,9 +85,9 @@ def test_requests_that_share_contexts(engine, monkeypatch):
 
 def test_saved_contexts_are_there_again(engine, client, saved):
     """With the windows of the other layers, which are counted."""
-    asyncio.run(load_all(client, saved[0]))
-    kept = engine.scheduler._contexts._kept.values()
-    assert [len(one.front.windows) for one in kept] == [2] * len(test_kept_contexts.POLICIES)
+    load_saved(client, *saved)
+    fronts = engine.manager.fronts._fronts.values()
+    assert [len(one.windows) for one in fronts] == [2] * len(test_kept_contexts.POLICIES)
     test_kept_contexts.test_saved_contexts_are_there_again(engine, client, saved)
 
 

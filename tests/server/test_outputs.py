@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from vllm.exceptions import GenerationError
@@ -64,7 +65,8 @@ def test_a_request_that_the_engine_ended_fails_with_its_reason(extra, default, i
         await anext(client.generate(None, params, ""))
 
     client = SimpleNamespace(generate=generate)
-    follow_outputs(client, PluginConfig(default=default and {"policy": default}))  # type: ignore[arg-type]
+    config, contexts = PluginConfig(default=default and {"policy": default}), SimpleNamespace(load_front=AsyncMock())
+    follow_outputs(client, config, contexts)  # type: ignore[arg-type]
     told = pytest.raises(GenerationError, match="kv_compression: merger zip: it broke")
     with told if is_told else nullcontext():
         asyncio.run(consume())

@@ -44,6 +44,7 @@ PLUGIN_OPTIONS = (
     "external_cache_bytes",
     "external_cache_dir",
     "contexts_dir",
+    "contexts_dir_bytes",
     "kvzap",
     "api_key_routes",
     "max_body_bytes",
@@ -53,7 +54,7 @@ PLUGIN_OPTIONS = (
 )
 """Fields of PluginConfig that are also options."""
 
-OPTION_NAMES = {"contexts_dir": "--kvmerge-contexts"}
+OPTION_NAMES = {"contexts_dir": "--kvmerge-contexts", "contexts_dir_bytes": "--kvmerge-contexts-bytes"}
 """Names of options that are not their fields'."""
 
 

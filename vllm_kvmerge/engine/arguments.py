@@ -104,8 +104,12 @@ class PluginConfig(BaseModel):
     """Largest share of the pool that contexts may hold which are kept under an id; more of them are refused."""
 
     contexts_dir: str | None = None
-    """Folder in which these contexts are saved, and from which they are loaded at start-up. Default: none, they are
-    gone with the server."""
+    """Folder in which these contexts are saved, for this server after a restart and for others that share the folder.
+    Default: none, they are gone with the server."""
+
+    contexts_dir_bytes: int | None = Field(None, ge=1)
+    """Largest size of this folder, in bytes. Beyond it contexts are deleted, first those that took the least time to
+    make, per byte, and have not been used for longest. Default: any."""
 
     verify_share: float = Field(0.0, ge=0.0, le=1.0)
     """Share of all requests, plain ones included, whose answers are verified after they have been sent, for metrics."""

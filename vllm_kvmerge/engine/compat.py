@@ -462,12 +462,12 @@ def check_prompts(check_prompt: PromptCheck) -> None:
 Outputs = AsyncGenerator["RequestOutput", None]
 
 
-Watch = Callable[[Outputs, "SamplingParams", str, Callable[["SamplingParams"], Outputs]], Outputs]
+Watch = Callable[[Outputs, Any, "SamplingParams", str, Callable[["SamplingParams"], Outputs]], Outputs]
 
 
 def watch_outputs(engine_client: "EngineClient", watch: Watch) -> None:
-    """Passes the outputs of each request of this one client through ``watch``, with its parameters, its id, and what
-    sends it again with other parameters.
+    """Passes the outputs of each request of this one client through ``watch``, with its prompt (None: with a LoRA
+    adapter), its parameters, its id, and what sends it again with other parameters.
 
     Error messages from schedulers, and ``kv_transfer_params`` in every chunk of streamed responses, would make this
     unnecessary.
@@ -482,7 +482,8 @@ def watch_outputs(engine_client: "EngineClient", watch: Watch) -> None:
             return generate(prompt, params, f"{request_id}-again", *args, **kwargs)
 
         outputs = generate(prompt, sampling_params, request_id, *args, **kwargs)
-        return watch(outputs, sampling_params, request_id, again)
+        own = prompt if kwargs.get("lora_request") is None else None
+        return watch(outputs, own, sampling_params, request_id, again)
 
     engine_client.generate = generate_and_watch  # type: ignore[method-assign]
 

@@ -1,13 +1,14 @@
 """Compressed contexts that are kept under an id: pinned in the prefix cache until they are deleted or their time is up.
 
 The scheduler owns them, so that all API servers of an engine see the same ones. A request that brings ``CONTEXT_KEY``
-leaves its context as one; servers ask for everything else by ``ContextStore.call``.
+leaves its context as one; servers ask for everything else by ``ContextStore.call``. Fronts that have been saved come
+back through it too: they are in the prefix cache like those that requests leave there.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +30,7 @@ CONTEXT_KEY = "kvmerge_context"
 """Key in ``SamplingParams.extra_args`` of a request that creates a context: JSON text of ``AskedContext``."""
 
 WAIT = "wait"
-"""``ContextStore.call``'s answer to a server whose context another one has workers read just now."""
+"""``ContextStore.call``'s answer to a server whose front another one has workers read just now."""
 
 MAX_REFUSALS = 1000
 """Refusals that are remembered until somebody asks for them."""
@@ -52,7 +53,7 @@ class AskedContext(BaseModel):
 class KeptContext:
     """A context that is kept. front: None if it is not compressed, and only known here. tokens: its ids. salt: those of
     other salts do not see it. policy: that its front was made under, as canonical JSON text. created, expires: seconds
-    since the epoch."""
+    since the epoch. is_saved: its server has it in files."""
 
     asked: AskedContext
     front: SharedFront | None
@@ -61,6 +62,7 @@ class KeptContext:
     policy: str
     created: float
     expires: float | None
+    is_saved: bool = False
 
     @classmethod
     def new(
@@ -86,6 +88,7 @@ class KeptContext:
             "bytes": self.num_blocks * bytes_per_block,
             "kv_compression": json.loads(self.policy),
             "info": self.asked.info,
+            "saved": self.is_saved,
         }
 
 
@@ -114,13 +117,18 @@ class ContextStore:
         self._manager, self._bytes_per_block, self._max_blocks = manager, bytes_per_block, max_blocks
         self._hasher = get_request_block_hasher(manager.block_pool.hash_block_size, hash_function)
         self._kept: dict[str, KeptContext] = {}
+        """In the order of their last use."""
         self._held: dict[BlockHash, tuple[SharedFront, float]] = {}
         """Fronts without an id that hints have kept here, and when they are let go, in seconds since the epoch."""
         self._asked: dict[str, tuple[AskedContext, int]] = {}
         """By request: what it asks for, and blocks that it will take."""
         self._refusals: dict[str, ContextRefused] = {}
-        self._restored: dict[str, KeptContext] = {}
-        """Contexts whose blocks workers read from files just now."""
+        self._restored: dict[str, SharedFront] = {}
+        """Fronts whose blocks workers read from files just now, by what their server calls them."""
+        self._cleared: set[str] = set()
+        """Those among them that nobody wants any more."""
+        self._saved: dict[str, BlockHash] = {}
+        """Keys of fronts that are in files, by what their servers call them."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -164,11 +172,15 @@ class ContextStore:
 
     def _check_room(self, context_id: str, needed: int, salt: str | None) -> None:
         self.expire()
+        for one in [one for one in self._kept.values() if one.is_saved]:
+            if self._taken_blocks() + needed <= self._max_blocks:
+                break
+            self._delete(one)  # those who ask for it find it in files
         named = [one.asked.id for one in self._kept.values() if one.salt == salt][:20]
         held, size = self._taken_blocks(), self._bytes_per_block
         advice = f"; delete some: {', '.join(named)}" if named else ""
         asked = [one.id for one, _ in self._asked.values()]
-        if context_id in (*self._kept, *self._restored, *asked):
+        if context_id in (*self._kept, *asked):
             raise ContextRefused(409, f"there is a context {context_id}")
         if held + needed > self._max_blocks:
             raise ContextRefused(
@@ -180,7 +192,6 @@ class ContextStore:
     def _taken_blocks(self) -> int:
         """Blocks that count against ``max_blocks``."""
         waiting = [num_blocks for _, num_blocks in self._asked.values()]
-        waiting += [one.num_blocks for one in self._restored.values()]
         # Any client may keep contexts. Those that hold no blocks count like those that do.
         waiting += [self._blocks_of(one.tokens) for one in self._kept.values() if one.front is None]
         return self.num_blocks + sum(waiting)
@@ -251,11 +262,12 @@ class ContextStore:
                 self._delete(one)
 
     def clear(self) -> None:
-        """Deletes all contexts."""
+        """Deletes all contexts, and fronts that workers read just now once they have."""
         for key in list(self._held):
             self._let_go(key)
         for one in list(self._kept.values()):
             self._delete(one)
+        self._cleared.update(self._restored)
 
     def _delete(self, kept: KeptContext) -> None:
         del self._kept[kept.asked.id]
@@ -275,18 +287,22 @@ class ContextStore:
         its tokens and content; null if there is none of this id and salt. list: all of this salt. delete: the context,
         which is gone. uncompressed: keeps a ``context`` (``AskedContext``) of these ``tokens`` without a front; answers
         as created. front: all of it, with the place of its front, to be saved; without a key if there is none, or its
-        tokens do not say all of it. restore: takes blocks for a ``context`` that has been saved, and says which; null
-        if it is there, ``WAIT`` while it is about to be. restored: workers have read it, or have ``failed``.
+        tokens do not say all of it. saved: its front is in files, under a ``digest``. has: whether the front of a
+        ``digest`` is there. restore: takes blocks for a ``front`` that has been saved, and says which; null if it is
+        there, ``WAIT`` while it is about to be. restored: workers have read it, or have ``failed``.
         """
         self.expire()
         asked = json.loads(text)
         call, salt, kept = asked["call"], asked.get("salt"), self._kept.get(asked.get("id"))
+        if call == "has":
+            is_read = asked["digest"] in self._restored  # it may come to nothing
+            return json.dumps(not is_read and self._is_there(self._saved.get(asked["digest"])))
         if call == "restore":
-            return json.dumps(self._restore(asked["context"]))
+            return json.dumps(self._restore(asked["digest"], asked["front"]))
         if call == "uncompressed":
             return json.dumps(self._keep_uncompressed(asked["context"], asked["tokens"], salt))
         if call == "restored":
-            self._end_restore(asked["id"], asked["failed"])
+            self._end_restore(asked["digest"], asked["failed"])
             return json.dumps(None)
         if kept is not None and kept.salt != salt:
             kept = None
@@ -297,9 +313,14 @@ class ContextStore:
             return json.dumps({"refused": [refusal.status, str(refusal)]})
         if kept is None:
             return json.dumps(None)
+        if call == "saved" and (front := kept.front):
+            self._note_saved(asked["digest"], front.key)
+            self._kept[kept.asked.id] = kept = replace(kept, is_saved=True)
         described = kept.description(self._bytes_per_block)
         if call == "delete":
             self._delete(kept)
+        if call == "get":
+            self._kept[kept.asked.id] = self._kept.pop(kept.asked.id)
         if call in ("get", "front"):
             described |= {"token_ids": kept.tokens, "content": kept.asked.content}
         if call == "front" and kept.front is None:
@@ -325,35 +346,35 @@ class ContextStore:
         )
         return self._manager.fronts.key(request, len(tokens), policy)
 
-    def _restore(self, saved: dict[str, Any]) -> dict[str, Any] | str | None:
-        """Takes blocks for a saved context; None if it is there already. Raises ContextRefused."""
+    def _is_there(self, key: BlockHash | None) -> bool:
+        """Whether a front is in the prefix cache, or is being made."""
+        return key is not None and self._manager.fronts is not None and self._manager.fronts.is_known(key)
+
+    def _note_saved(self, digest: str, key: BlockHash) -> None:
+        self._saved = {one: key for one, key in self._saved.items() if self._is_there(key)} | {digest: key}
+
+    def _restore(self, digest: str, saved: dict[str, Any]) -> dict[str, Any] | str | None:
+        """Takes blocks for a saved front; None if it is there already. Raises ContextRefused."""
         fronts, num_blocks = self._manager.fronts, len(saved["blocks"])
-        num_all = num_blocks + len(saved["window_blocks"])
-        if saved["id"] in self._restored:
+        if digest in self._restored:
             return WAIT
-        if saved["id"] in self._kept:
-            return None
-        if saved["expires_at"] is not None and saved["expires_at"] <= time.time():
-            raise ContextRefused(404, "its time is up")
         if fronts is None:
             raise ContextRefused(400, "this server keeps no compressed contexts")
-        self._check_room(saved["id"], num_all, saved["salt"])
         segments = Segments(**saved["segments"])
-        asked = AskedContext(id=saved["id"], info=saved["info"], content=saved["content"])
-        tokens, salt, policy = saved["token_ids"], saved["salt"], saved["policy"]
-        key = self._key(saved["id"], tokens, salt, policy)
-        times = saved["created"], saved["expires_at"]
-        if key is not None and (there := fronts.find(key)) is not None:  # of another id with the same tokens and policy
-            self.keep(KeptContext(asked, there, tokens, salt, policy, *times))
+        key = self._key(digest, saved["token_ids"], saved["salt"], saved["policy"])
+        if key is None:
+            raise ContextRefused(400, "the prefix cache does not know its tokens")
+        self._note_saved(digest, key)
+        if fronts.is_known(key):
             return None
-        blocks = None if key is None or fronts.is_known(key) else self._manager.copy_of(num_all)
-        if key is None or blocks is None:
+        blocks = self._manager.copy_of(num_blocks + len(saved["window_blocks"]))
+        if blocks is None:
             raise ContextRefused(409, "there is no room for it")
         fronts.expect(key)
         others, windows = iter(blocks[num_blocks:]), list[HeldWindow]()
         for group, first_row, number in saved["windows"]:
             windows.append(HeldWindow(group, first_row, tuple(islice(others, number))))
-        front = SharedFront(
+        front = self._restored[digest] = SharedFront(
             key=key,
             segments=segments,
             num_tokens=segments.tail,
@@ -362,19 +383,17 @@ class ContextStore:
             kept_bytes=saved["kept_bytes"],
             windows=tuple(windows),
         )
-        self._restored[saved["id"]] = KeptContext(asked, front, tokens, salt, policy, *times)
         return {"key": key.hex(), **_places(front)}
 
-    def _end_restore(self, context_id: str, failed: bool) -> None:
-        kept = self._restored.pop(context_id)
-        assert (front := kept.front) is not None
-        if failed:
-            self._manager.discard(front.all_blocks)
-            if self._manager.fronts is not None:
-                self._manager.fronts.forget(front.key)
+    def _end_restore(self, digest: str, failed: bool) -> None:
+        front = self._restored.pop(digest)
+        if not failed and digest not in self._cleared:
+            self._manager.share(front)
             return
-        self._manager.share(front)
-        self.keep(kept)
+        self._cleared.discard(digest)
+        self._manager.discard(front.all_blocks)
+        if self._manager.fronts is not None:
+            self._manager.fronts.forget(front.key)
 
 
 def _places(front: SharedFront) -> dict[str, list[int]]:

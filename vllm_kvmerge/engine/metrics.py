@@ -88,6 +88,9 @@ NOT_VERIFIED = Counter("vllm:kvmerge_not_verified_answers", "Answers that could 
 FALLBACKS = Counter(
     "vllm:kvmerge_fallback_answers", "Answers made again without compression, for min_agreement.", ["policy"]
 )
+SAVED_CONTEXTS = Counter(
+    "vllm:kvmerge_saved_contexts", "Kept contexts in files: saved, loaded, refused, evicted.", ["event"]
+)
 COMPACTION_SECONDS = Histogram(
     "vllm:kvmerge_compaction_seconds",
     "Seconds to compress one request's cache, all layers; an equal share if a step compresses several.",
@@ -148,6 +151,10 @@ def count_verified(policy: str, budget: float, verified: "Verified") -> None:
     if verified.agreeing is not None:
         VERIFIED.labels(*labels).inc(verified.tokens)
         AGREEING.labels(*labels).inc(round(verified.tokens * verified.agreeing))
+
+
+def count_saved_context(event: str) -> None:
+    SAVED_CONTEXTS.labels(event).inc()
 
 
 def count_rejection(reason: str) -> None:

@@ -16,6 +16,7 @@ from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import is_asked, plugin_config
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.server.body import Refusal, answer_refusal
+from vllm_kvmerge.server.contexts import kept_contexts
 from vllm_kvmerge.server.messages import CHAT_ROUTE, TOKENIZE_ROUTE, post
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
 from vllm_kvmerge.server.outputs import follow_outputs
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 async def start(engine_client: "EngineClient") -> Callable[[compat.Handler, str], compat.Handler]:
     """Prepares the process as endpoint plugins prepare a server, and returns what puts the middleware around a handler
     of vLLM's, which has the URL."""
-    middleware = Middleware(FieldRefusal)
+    middleware, contexts = Middleware(FieldRefusal), None
     if is_asked(engine_client.vllm_config.additional_config):
         config = plugin_config(engine_client.vllm_config)
         compat.install_front_end(check_prompt)
-        follow_outputs(engine_client, config)
+        contexts = kept_contexts(engine_client, config)
+        follow_outputs(engine_client, config, contexts)
         await enforce_limits(engine_client)
         middleware = Middleware(CompressionFieldMiddleware, has_default=config.default is not None)
 
@@ -46,7 +48,7 @@ async def start(engine_client: "EngineClient") -> Callable[[compat.Handler, str]
             Route(TOKENIZE_ROUTE, _tokenize_with(serving), methods=["POST"]),
         ]
         app = Starlette(routes=routes, middleware=[middleware], exception_handlers={Refusal: answer_refusal})
-        app.state.engine_client = engine_client
+        app.state.engine_client, app.state.kvmerge_contexts = engine_client, contexts
 
         async def answer(body: ChatCompletionRequest) -> JSONResponse:
             scope = {"type": "http", "http_version": "1.1", "scheme": "http"}

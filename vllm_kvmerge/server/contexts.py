@@ -1,9 +1,8 @@
-"""Contexts that an engine keeps under an id: the routes that create and delete them, and requests that begin with one.
+"""Contexts that an engine keeps under an id: the routes that create and delete them.
 
-Nothing about them is kept here: the engine has them all, so that every server of the engine sees the same ones.
+Nothing about them is kept here: the engine and a folder have them all, so that all servers see the same ones.
 """
 
-import asyncio
 import json
 import time
 import uuid
@@ -18,7 +17,7 @@ from starlette.types import Message
 from vllm_kvmerge.engine.arguments import PluginConfig
 from vllm_kvmerge.engine.contexts import CONTEXT_KEY, AskedContext, call_contexts
 from vllm_kvmerge.engine.metrics import count_rejection
-from vllm_kvmerge.engine.saved_contexts import is_saved, remove, remove_expired, save
+from vllm_kvmerge.engine.saved_contexts import SavedContexts
 from vllm_kvmerge.engine.validation import KEEPS_CONTEXT
 from vllm_kvmerge.request.proof import Chosen
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
@@ -121,7 +120,7 @@ class KVContext(BaseModel):
     kv_compression: dict[str, Any]
     """With every default spelled out."""
     saved: bool
-    """Whether it is there after a restart."""
+    """Whether it is in files: there after a restart, and for all servers that share their folder."""
     chosen: Chosen | None = None
     """How its budget was chosen, if that was asked for."""
 
@@ -141,6 +140,18 @@ class DeletedKVContext(BaseModel):
     deleted: Literal[True] = True
 
 
+def kept_contexts(engine_client: "EngineClient", config: PluginConfig) -> SavedContexts:
+    """The contexts that a server keeps, with those of the folder that its configuration names."""
+    folder = config.contexts_dir if keeps_contexts(engine_client) else None
+    return SavedContexts(engine_client, None if folder is None else Path(folder), config.contexts_dir_bytes)
+
+
+def contexts_of(app: Any) -> SavedContexts:
+    """The contexts of an application's server."""
+    contexts: SavedContexts = app.state.kvmerge_contexts
+    return contexts
+
+
 def keeps_contexts(engine_client: "EngineClient") -> bool:
     """Whether contexts can be kept: with several engines, one of them would have a context, and requests go to any."""
     return bool(engine_client.vllm_config.parallel_config.data_parallel_size == 1)
@@ -148,20 +159,12 @@ def keeps_contexts(engine_client: "EngineClient") -> bool:
 
 def add_context_routes(app: FastAPI, config: PluginConfig) -> None:
     """Adds the routes that create, list, show and delete contexts."""
-    folder = None if config.contexts_dir is None else Path(config.contexts_dir)
 
     def shown(kept: dict[str, Any], seconds: float | None = None) -> KVContext:
-        info = kept["info"]
-        own = {"saved": is_saved(folder, kept["id"]), **info}
-        return KVContext.model_validate({**kept, **own, "seconds": seconds})
+        return KVContext.model_validate({**kept, **kept["info"], "seconds": seconds})
 
-    async def found(request: Request, call: str, context_id: str, salt: str | None) -> dict[str, Any]:
-        kept: dict[str, Any] | None = await call_contexts(
-            request.app.state.engine_client, call, id=context_id, salt=salt
-        )
-        if kept is None:
-            raise Refusal(404, f"there is no context {context_id[:80]!r}")
-        return kept
+    def unknown(context_id: str) -> Refusal:
+        return Refusal(404, f"there is no context {context_id[:80]!r}")
 
     @app.post(CONTEXTS_ROUTE, response_model=KVContext)
     async def create_kv_context(body: NewContext, request: Request) -> KVContext:
@@ -181,9 +184,9 @@ def add_context_routes(app: FastAPI, config: PluginConfig) -> None:
         new = _Creation(request, body, context_id)
         try:
             kept = await (new.created(field) if auto is None else new.chosen(auto))
-            if folder is not None:
-                await _save(engine_client, folder, context_id, body.cache_salt)
-            return shown(kept, time.monotonic() - start)
+            seconds = time.monotonic() - start
+            kept["saved"] = await _save(contexts_of(request.app), context_id, body.cache_salt, seconds)
+            return shown(kept, seconds)
         except BaseException:  # nobody would know the id
             await call_contexts(engine_client, "delete", id=context_id, salt=body.cache_salt)
             raise
@@ -191,20 +194,20 @@ def add_context_routes(app: FastAPI, config: PluginConfig) -> None:
     @app.get(CONTEXTS_ROUTE)
     async def list_kv_contexts(request: Request, cache_salt: str | None = None) -> KVContexts:
         """The contexts that are kept under this cache salt, or under none."""
-        kept = await call_contexts(request.app.state.engine_client, "list", salt=cache_salt)
-        return KVContexts(data=[shown(one) for one in kept])
+        return KVContexts(data=[shown(one) for one in await contexts_of(request.app).listed(cache_salt)])
 
     @app.get(CONTEXTS_ROUTE + "/{context_id}")
     async def get_kv_context(context_id: str, request: Request, cache_salt: str | None = None) -> KVContext:
         """A context that is kept."""
-        return shown(await found(request, "get", context_id, cache_salt))
+        if (kept := await contexts_of(request.app).get(context_id, cache_salt)) is None:
+            raise unknown(context_id)
+        return shown(kept)
 
     @app.delete(CONTEXTS_ROUTE + "/{context_id}")
     async def delete_kv_context(context_id: str, request: Request, cache_salt: str | None = None) -> DeletedKVContext:
         """Deletes a context. Requests that have begun with it go on."""
-        await found(request, "delete", context_id, cache_salt)
-        if folder is not None:
-            remove(folder, context_id)
+        if not await contexts_of(request.app).delete(context_id, cache_salt):
+            raise unknown(context_id)
         return DeletedKVContext(id=context_id)
 
 
@@ -328,9 +331,8 @@ class _Creation:
         return kept
 
 
-async def _save(engine_client: "EngineClient", folder: Path, context_id: str, salt: str | None) -> None:
+async def _save(contexts: SavedContexts, context_id: str, salt: str | None, seconds: float) -> bool:
     try:
-        await asyncio.to_thread(remove_expired, folder)
-        await save(engine_client, folder, context_id, salt)
+        return await contexts.save(context_id, salt, seconds)
     except (OSError, RuntimeError) as error:
         raise Refusal(507, f"the context cannot be saved: {error}") from error

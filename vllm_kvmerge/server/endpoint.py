@@ -3,7 +3,6 @@
 import logging
 import pkgutil
 from argparse import Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -12,7 +11,6 @@ from vllm import envs
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import PluginConfig, plugin_config
-from vllm_kvmerge.engine.saved_contexts import load_all
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.policies import PRESETS, TRACKERS
 from vllm_kvmerge.request.catalogue import describe_policies
@@ -21,7 +19,7 @@ from vllm_kvmerge.request.schema import FULL, field_schema
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
 from vllm_kvmerge.server.auto_budget import AutoBudget
 from vllm_kvmerge.server.body import BodyMiddleware, Refusal, answer_recursion, answer_refusal
-from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, keeps_contexts
+from vllm_kvmerge.server.contexts import NamedContext, NewContext, add_context_routes, kept_contexts
 from vllm_kvmerge.server.draining import DrainingMiddleware, drain_first
 from vllm_kvmerge.server.guard import GuardMiddleware
 from vllm_kvmerge.server.middleware import CompressionFieldMiddleware
@@ -100,16 +98,15 @@ class KVMergeEndpoint:
         add_page_routes(app, pkgutil.resolve_name(config.example_prompts or HANDBOOK), is_demo)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Drains the server before it stops, follows the engine's outputs, enforces its limits, and loads contexts."""
+        """Drains the server before it stops, follows the engine's outputs, and enforces its limits."""
         if engine_client is None:
             return
         drain_first(engine_client, state)
         if args.scheduler_cls is not None:
             config = plugin_config(args)
-            follow_outputs(engine_client, config)
+            state.kvmerge_contexts = kept_contexts(engine_client, config)
+            follow_outputs(engine_client, config, state.kvmerge_contexts)
             await enforce_limits(engine_client)
-            if config.contexts_dir is not None and keeps_contexts(engine_client):
-                await load_all(engine_client, Path(config.contexts_dir))
 
 
 def add_middleware(app: FastAPI) -> None:

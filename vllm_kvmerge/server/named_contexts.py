@@ -6,12 +6,11 @@ from typing import Any
 
 from starlette.types import Scope
 
-from vllm_kvmerge.engine.contexts import call_contexts
 from vllm_kvmerge.policies import PARTS
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
 from vllm_kvmerge.request.spec import FULL, KEPT_CONTEXT, CompressionError, parse_compression
 from vllm_kvmerge.server.body import fields_of
-from vllm_kvmerge.server.contexts import COMPLETIONS_ROUTE
+from vllm_kvmerge.server.contexts import COMPLETIONS_ROUTE, contexts_of
 from vllm_kvmerge.server.messages import CHAT_ROUTE, RENDERED_WITH, RenderingError, Tokenize, UnknownModelError
 
 NAMED = f"{FIELD}.{KEPT_CONTEXT}"
@@ -36,8 +35,7 @@ async def with_context(
     context_id = field[KEPT_CONTEXT]
     if not isinstance(context_id, str):
         raise CompressionError(NAMED, f"must be a string, got {type(context_id).__name__}", "wrong_type")
-    engine_client = scope["app"].state.engine_client
-    kept = await call_contexts(engine_client, "get", id=context_id, salt=data.get("cache_salt"))
+    kept = await contexts_of(scope["app"]).get(context_id, data.get("cache_salt"))
     model = None if kept is None else kept["info"]["model"]
     if kept is None or data.get("model") not in (None, model):
         raise _unknown(context_id)

@@ -3,7 +3,7 @@ those that it answers, and reports for streams that ask with ``kvmerge_usage``."
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import PluginConfig
+from vllm_kvmerge.engine.saved_contexts import SavedContexts
 from vllm_kvmerge.engine.usage import ERROR_KEY, REPORT_KEY, STATUS_KEY, STEPS_KEY
 from vllm_kvmerge.request.proof import PROOFS_KEY, Chosen, CompressionProof, Verified
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, parse_compression
@@ -161,13 +162,14 @@ ANSWER: ContextVar[Answer | None] = ContextVar("kvmerge_answer", default=None)
 """The response to the HTTP request being served; None if it says nothing of compression."""
 
 
-def follow_outputs(engine_client: "EngineClient", config: PluginConfig) -> None:
+def follow_outputs(engine_client: "EngineClient", config: PluginConfig, contexts: SavedContexts) -> None:
     """Puts the error of a failed compression, or of a grammar that the tokenizer cannot spell, into the response,
-    instead of "Internal server error", feeds streams, and has answers verified."""
+    instead of "Internal server error", feeds streams, has answers verified, and contexts loaded that are saved."""
     default, verifier = parse_compression(config.default), Verifier(engine_client, config)
 
     def follow(
         outputs: compat.Outputs,
+        prompt: Any,
         params: "SamplingParams",
         request_id: str,
         again: Callable[["SamplingParams"], compat.Outputs],
@@ -180,13 +182,17 @@ def follow_outputs(engine_client: "EngineClient", config: PluginConfig) -> None:
         elif default is field is verification is params.structured_outputs is None:
             return outputs
         answer = ANSWER.get() or Answer()  # whose proofs nobody reads
-        followed = _followed(outputs, feed, answer.begin())
+        followed = _followed(outputs, feed, answer.begin(), lambda: contexts.load_front(prompt, params))
         return followed if verification is None else _verified(followed, verification, answer, again)
 
     compat.watch_outputs(engine_client, follow)
 
 
-async def _followed(outputs: compat.Outputs, feed: UsageFeed | None, source: _Source) -> compat.Outputs:
+async def _followed(
+    outputs: compat.Outputs, feed: UsageFeed | None, source: _Source, first: Callable[[], Awaitable[None]]
+) -> compat.Outputs:
+    """The outputs of a request that is sent when ``first`` has been awaited."""
+    await first()
     async with aclosing(outputs):
         async for output in outputs:
             report = (output.kv_transfer_params or {}).get(REPORT_KEY) or {}

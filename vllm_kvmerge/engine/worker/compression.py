@@ -72,7 +72,7 @@ class Compression(CompressedRows):
 
     def save_front(self, order: str) -> str | None:
         """Writes what this worker holds of a front; an error message if it cannot. order: of
-        ``saved_contexts.save``."""
+        ``SavedContexts.save``."""
         asked = json.loads(order)
         kept, heads = self._fronts.get(bytes.fromhex(asked["key"])), HeadShare.of(self._config)
         try:
@@ -91,7 +91,7 @@ class Compression(CompressedRows):
 
     def load_front(self, order: str) -> str | None:
         """Reads a front from this worker's file into blocks; an error message if it cannot. order: of
-        ``saved_contexts.load_all``."""
+        ``SavedContexts.load_front``."""
         asked, heads = json.loads(order), HeadShare.of(self._config)
         try:
             path = file_of(Path(asked["folder"]), heads.rank, heads.num_workers)

@@ -19,11 +19,11 @@ SAMPLE = 256
 """Numbers of each parameter by which models are told apart."""
 
 MANIFEST = "manifest"
-"""Entry of a file's metadata: what its server knows of the context, as JSON text."""
+"""Entry of a file's metadata: what its server knows of the front, as JSON text."""
 
 
-class SavedFrontError(Exception):
-    """A file cannot be used. The message says why."""
+class SavedFrontError(RuntimeError):
+    """A file cannot be written, or used. The message says why."""
 
 
 def file_of(folder: Path, rank: int, num_ranks: int) -> Path:
