@@ -25,7 +25,7 @@ import pytest
 from tests import browser
 from tests.documented import ROOT, blocks
 from tests.server.conftest import OPTIONS, VLLM, Server, free_port, logged, serving, wait_until
-from tests.server.test_readme import run_here
+from tests.server.test_readme import run
 from vllm_kvmerge.demo import handbook, pretrained
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -53,13 +53,15 @@ def skip_without(program: str, packages: str = REQUIREMENTS) -> None:
         pytest.skip(f"there is no {program}: pip install {packages}, and see INTEGRATIONS_PYTHON")
 
 
-def run(server: Server, folder: Path, script: str) -> str:
+def in_shell(server: Server, folder: Path, script: str) -> str:
     """What a user's shell prints that is in ``folder``, as if in the repository's root."""
     for name in ("LICENSE", "configs", "tests"):
         (folder / name).symlink_to(ROOT / name)
-    vllm = f'vllm() {{ .venv/bin/python {VLLM} "$@"; }}'
+    script = script.replace("http://127.0.0.1:8000", server.url)
     script = script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", pretrained.folder("smollm2"))
-    return run_here(server, [f"cd {folder}\nPATH={shlex.quote(PATH)}\nexport HF_HUB_OFFLINE=1\n{vllm}\n{script}"])[0]
+    vllm = f'vllm() {{ {sys.executable} {VLLM} "$@"; }}'
+    environment = os.environ | {"PATH": PATH, "HF_HUB_OFFLINE": "1"}
+    return run(["bash", "-c", f"set -e -o pipefail\n{vllm}\n{script}"], cwd=folder, env=environment)
 
 
 @contextmanager
@@ -90,7 +92,7 @@ def test_python_clients(server: Server, tmp_path: Path, section: str, module: st
         pytest.skip(f"{PYTHON} has no {module}: pip install {REQUIREMENTS}, and see INTEGRATIONS_PYTHON")
     (program,) = blocks(PAGE, "python", section)
     (tmp_path / "example.py").write_text(program.replace("http://127.0.0.1:8000", server.url))
-    *answer, report = run(server, tmp_path, f"{PYTHON} example.py").splitlines()
+    *answer, report = in_shell(server, tmp_path, f"{PYTHON} example.py").splitlines()
     assert any(answer)
     check(ast.literal_eval(report))
 
@@ -105,7 +107,7 @@ def test_litellm(server: Server, tmp_path: Path) -> None:
     alone = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
     with started(start.replace("4000", str(port)), port, **alone) as url:
         request = f"LITELLM_MASTER_KEY={key}\n" + request.replace("http://127.0.0.1:4000", url)
-        report = json.loads(run(server, tmp_path, request))["usage"]["kv_compression"]
+        report = json.loads(in_shell(server, tmp_path, request))["usage"]["kv_compression"]
         assert report["policy"] == "kvzip"
         check(report)
         body = {"model": "smollm2-compressed", "messages": [{"role": "user", "content": handbook.document()}]}
@@ -154,12 +156,12 @@ def test_by_the_servers_counter(
     before = server.metric("vllm:kvmerge_compressions_total")
     (command,) = blocks(PAGE, "bash", section)
     assert as_documented in command
-    run(server, tmp_path, command.replace(as_documented, less))
+    in_shell(server, tmp_path, command.replace(as_documented, less))
     assert server.metric("vllm:kvmerge_compressions_total") - before >= compressions
 
 
 def test_run_batch(server: Server, tmp_path: Path) -> None:
     (script,) = blocks(PAGE, "bash", "vllm run-batch")
     options = shlex.join((*OPTIONS, *ROOM))
-    (answer,) = map(json.loads, run(server, tmp_path, script.replace("\ncat ", f" {options}\ncat ")).splitlines()[-1:])
-    check(answer["response"]["body"]["usage"]["kv_compression"])
+    printed = in_shell(server, tmp_path, script.replace("\ncat ", f" {options}\ncat "))
+    check(json.loads(printed.splitlines()[-1])["response"]["body"]["usage"]["kv_compression"])
