@@ -72,8 +72,8 @@ def _arguments(argv: list[str]) -> Namespace:
         "--texts",
         type=Path,
         metavar="PATH",
-        help='.jsonl, a {"text": ...} per line, or a folder, of whose text files stretches are drawn; left out: the demo '
-        "model's texts",
+        help='.jsonl, a {"text": ...} per line, or a folder, of whose text files stretches are drawn; default: of '
+        "the demo model",
     )
     parser.add_argument(
         "--hidden-dim", type=_at_least(0), default=512, metavar="N", help="of each layer's MLP; 0: linear layers"
