@@ -157,7 +157,7 @@ def run_all(
     [
         (torch.bfloat16, 128, 4, 1, [80], 90),
         pytest.param(torch.bfloat16, 128, 4, 1, [89, 90], None, marks=pytest.mark.gpu_code),
-        (torch.bfloat16, 128, 4, 64, [89, 90], 80),
+        (torch.bfloat16, 128, 4, 64, [89, 90], 90),
         (torch.float16, 80, 7, 1, [90], None),
         pytest.param(torch.bfloat16, 256, 1, 1, [80], None, marks=pytest.mark.gpu_code),
         pytest.param(torch.bfloat16, 64, 8, 1, [90], None, marks=pytest.mark.gpu_code),

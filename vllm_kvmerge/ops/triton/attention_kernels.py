@@ -517,7 +517,11 @@ def tile_logits(
     q_mask = wanted[:, None] & (dims < HEAD_SIZE)[None, :]
     q = tl.load(query.first + at[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
     visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (row.old + number)[:, None])
-    logits = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP) + (votes * LOG2E)[None, :]
+    if BLOCK_M > 16:  # a thread holds few rows of a product, many columns: fewer registers if entries are the rows
+        products = tl.trans(tl.dot(tl.trans(k), tl.trans(q), input_precision="ieee"))
+    else:
+        products = tl.dot(q, k, input_precision="ieee")
+    logits = capped(products * scale, CAP) + (votes * LOG2E)[None, :]
     return tl.where(visible, logits, float("-inf")), number, wanted
 
 
