@@ -57,11 +57,15 @@ COMPILES = "because the server compiles the model; allowed: with --enforce-eager
 REFUSED = [
     (M_ROPE, "expected_attention", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "compactor", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
+    (M_ROPE, "fused", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, IN_CACHE, "positions", "'cache' rotates keys, but the model has M-RoPE; allowed: 'text'"),
     *(
         (traits, asked, param, f"which {said}; allowed: another {param}")
         for traits, said in ((CAPPED, "soft-caps its attention logits"), (SINKS, "has attention sinks"))
-        for param, policies in (("merger", ("grkv", MATCHING)), ("selector", ("expected_attention", "compactor")))
+        for param, policies in (
+            ("merger", ("grkv", MATCHING)),
+            ("selector", ("expected_attention", "compactor", "fused")),
+        )
         for asked in policies
     ),
     (SINKS, MORPHKV_MAX, "selector", "'morphkv'"),

@@ -34,7 +34,8 @@ def with_contexts(model: Path, folder: Path, *options: str) -> AbstractContextMa
 
 @pytest.fixture(scope="module")
 def both(model: Path, folder: Path) -> Iterator[Server]:
-    options = "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules"
+    # One slot stays empty: on CPU, vLLM gives requests without an adapter the last slot's.
+    options = "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules"
     with with_contexts(model, folder, *options, f"a={model}/a", f"b={model}/b") as ready:
         yield ready
 

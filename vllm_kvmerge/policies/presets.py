@@ -67,6 +67,7 @@ _register("pyramidinfer", "PyramidInfer, Yang et al., arXiv:2405.12532", "sum h2
 _register("expected_attention", "Expected Attention, Devoto et al., arXiv:2510.00636", "none expected_attention drop")
 # The source compresses prompts alone.
 _register("compactor", "Compactor, Chari and Van Durme, arXiv:2507.08143", "none compactor drop", decode="grow")
+_register("fused", "Best rank by two selectors", "none fused drop adaptive")
 _register("adakv", "Ada-KV, Feng et al., arXiv:2407.11550", "sum snapkv drop adaptive", **WINDOW)
 # Each head keeps its newest entry too, from which generation goes on.
 _register("kvzip", "KVzip, Kim et al., arXiv:2505.23416", "reconstruction top_scores drop global", decode="grow")

@@ -47,7 +47,10 @@ class Fused(Selector):
     takes_shares = True
 
     of: list[Member] = Field(
-        ["expected_attention", "keydiff"], min_length=2, max_length=8, description="Selectors whose rankings are fused."
+        ["expected_attention", "compactor"],
+        min_length=2,
+        max_length=8,
+        description="Selectors whose rankings are fused.",
     )
     by: Literal["max_rank", "sum_rank", "shares"] = Field("max_rank", description="How rankings are fused.")
     compactor: Annotated[Leverage, _object(Leverage)] = Leverage.model_construct()
