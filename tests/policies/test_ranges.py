@@ -63,19 +63,21 @@ def values(field: str, option: dict[str, Any]) -> st.SearchStrategy[Any]:
     return st.sampled_from(option.get("enum", [option.get("const")]))
 
 
-def parts(part: type[Part]) -> st.SearchStrategy[Part]:
-    """The part with any values that its fields allow."""
+def parts(part: type[Part], but: str | None = None) -> st.SearchStrategy[Part]:
+    """The part with any values that its fields allow. but: a field that keeps its default."""
     schemas = part.model_json_schema().get("properties", {})
     fields = {
         field: st.one_of([values(field, option) for option in schema.get("anyOf", [schema])])
         for field, schema in schemas.items()
+        if field != but
     }
     return st.fixed_dictionaries(fields).map(lambda chosen: part(**chosen))
 
 
 def policies(preset: str) -> st.SearchStrategy[CompressionPolicy]:
     classes = PartNames.of(PRESETS[preset]).classes
-    chosen = st.fixed_dictionaries({kind: parts(part) for kind, part in classes.items()})
+    # Members of the default suit the tracker.
+    chosen = st.fixed_dictionaries({kind: parts(part, "of") for kind, part in classes.items()})
     return chosen.map(lambda some: CompressionPolicy(**some))
 
 

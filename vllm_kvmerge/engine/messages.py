@@ -192,6 +192,7 @@ class Keep:
     num_tokens: of which it is, the first ones.
     keeps_queries: with the newest queries, because its policy goes on reading them.
     copies: ids of the blocks that a new front is copied to, because its request goes on writing to its own.
+    num_preemptions: of the request so far, which has other blocks after the next one.
     """
 
     request_id: str
@@ -199,6 +200,7 @@ class Keep:
     num_tokens: int
     keeps_queries: bool = False
     copies: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from vllm_kvmerge.engine.metrics import count_saved_context
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.support import QUANTISED, SUPPORTED_RANGE
 from vllm_kvmerge.engine.worker.saved_fronts import SavedFrontError, file_of, read_manifest
-from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, parse_compression
+from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, CompressionError, parse_compression
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -184,7 +184,11 @@ class SavedContexts:
         is_tokens = isinstance(prompt, dict) and prompt.get("type") == "token"
         if self._folder is None or spec is None or spec.context_tokens is None or not is_tokens:
             return
-        tokens, policy = prompt["prompt_token_ids"][: spec.context_tokens], spec.for_model(self._model).front_policy
+        tokens = prompt["prompt_token_ids"][: spec.context_tokens]
+        try:
+            policy = spec.for_model(self._model).front_policy
+        except CompressionError:
+            return  # whoever checks the request says so
         digest = self._digest(tokens, policy, prompt.get("cache_salt"))
         path = await asyncio.to_thread(self._find, digest=digest)
         if path is None:

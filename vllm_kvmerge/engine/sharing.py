@@ -159,7 +159,8 @@ class ContextSharing:
         fronts.expect(key)
         keeps_queries = schedule.shared_bytes(num_tokens) > 0
         copied = [block.block_id for block in copies]
-        return Keep(state.request.request_id, key, num_tokens, keeps_queries, copied)
+        request = state.request
+        return Keep(request.request_id, key, num_tokens, keeps_queries, copied, request.num_preemptions)
 
     def share(self, kept: Keep, report: CompressionReport) -> None:
         """Puts a front that workers have made, and kept, into the prefix cache, unless that failed."""
@@ -172,7 +173,8 @@ class ContextSharing:
         front, state = self._unshared.pop(key), self._manager.states.get(request_id)  # None: it has ended
         reported = report.fronts.get(request_id)
         windows = None
-        if front is None and state is not None and state.segments.changed_at == num_tokens:
+        current = None if state is None else (state.segments.changed_at, state.request.num_preemptions)
+        if front is None and current == (num_tokens, kept.num_preemptions):
             windows = self._manager.hold_windows(request_id, num_tokens)
         if state is not None and windows is not None:
             row = self._manager.req_to_blocks[request_id][: num_tokens // self._manager.block_size]
