@@ -22,7 +22,7 @@ NUM_STEPS = 50
 """Rules of an example."""
 SEED = 1
 EXAMPLES = 120
-FAST = 60
+FAST = 100
 """Examples in the fast layer."""
 FEW = 4
 SEEDS = (1, 2, 4, 5, 6, 9)
