@@ -22,7 +22,7 @@ NUM_STEPS = 50
 """Rules of an example."""
 SEED = 1
 EXAMPLES = 120
-FAST = 100
+FAST = 60
 """Examples in the fast layer."""
 FEW = 4
 SEEDS = (1, 2, 4, 5, 6, 9)
@@ -211,6 +211,20 @@ def test_a_turn_is_found_although_there_is_hardly_room_to_copy_its_last_block(nu
     driver.add(said + TEXTS[1][:2], 2, fields)
     driver.step()
     driver.finish()
+
+
+def test_a_front_of_before_a_preemption_is_not_offered():
+    """While its request has new blocks, to which it has not been written again. What random schedules found."""
+    state, own = Machine(), {"family": 0, "common": 0, "number": 1, "priority": 0, "keeps": False}
+    state.start(setting=Setting(num_blocks=64, is_async=True, max_seqs=4))
+    state.add(index=1, is_plain=False, length=14, max_tokens=1, share=None, salt=None, then=1, **own)
+    state.add(index=0, is_plain=True, length=48, max_tokens=35, share=None, salt=None, then=1, **own)
+    state.trouble_worker(number=1, pace=0.03)
+    state.go_on(index=0, text=0, question=1, max_tokens=1, then=8)
+    state.ask_again(index=0, which=0, question=1, max_tokens=1, number=1, then=8)
+    state.ask_again(index=0, which=0, question=1, max_tokens=1, number=1, then=20)
+    state.preempt(which=0, number=1)
+    state.driver.finish()
 
 
 def test_windows_stay_where_a_repetition_begins():
