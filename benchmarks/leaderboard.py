@@ -38,6 +38,8 @@ LEAST = 0.6
 """Of the full cache's score, for a task that counts."""
 SHOWN = 0.3
 """The score from which on a policy has a row of its own."""
+ENOUGH = 12
+"""Prompts of each task, for a run to decide instead of the screen."""
 DECIDING = 0.25
 """The budget that ranks."""
 RUNS = {
@@ -305,10 +307,12 @@ def table(tasks: list[str], rows: list[Row], has_held: bool) -> list[str]:
 
 
 def deciding_cells(cells: Iterable[Cell], case: Case) -> list[Cell]:
-    """The run of the case; until there is one, the screen."""
+    """The run of the case; until it has prompts enough, the screen, of whose tasks it has others."""
     of_case = [cell for cell in cells if cell.case == case]
-    run = next(run for run in (f"real-{case}", "real-screen") if any(cell.run == run for cell in of_case))
-    return [cell for cell in of_case if cell.run == run]
+    own = [cell for cell in of_case if cell.run == f"real-{case}"]
+    if own and min(len(cell.scores) for cell in own) >= ENOUGH:
+        return own
+    return [cell for cell in of_case if cell.run == "real-screen"]
 
 
 def recommended(

@@ -3,12 +3,13 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
-from leaderboard import Cell, level_with_best, ranked_for_default, rows_of, table  # noqa: E402
+from leaderboard import ENOUGH, Cell, deciding_cells, level_with_best, ranked_for_default, rows_of, table  # noqa: E402
 
 
 def cell(policy, task, scores):
@@ -33,6 +34,13 @@ def test_scores_are_shares_of_the_full_cache_where_it_can_do_the_task():
     text = "\n".join(table(tasks, rows, True))
     assert "| policy | 0.25 | one | two | held | loops |" in text
     assert "| **snapkv** | 0.75 (" in text and text.endswith("\n\nBelow 0.3: local 0.25.")
+
+
+def test_a_run_of_few_prompts_does_not_decide():
+    screen = replace(cell("snapkv", "one", [1.0] * 6), run="real-screen")
+    for number, decides in ((ENOUGH - 1, screen), (ENOUGH, None)):
+        run = replace(cell("snapkv", "one", [1.0] * number), run="real-known")
+        assert deciding_cells([screen, run], "known") == [decides or run]
 
 
 def test_the_default_reads_the_prompt_once_where_that_is_level_with_the_best():

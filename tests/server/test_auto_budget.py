@@ -77,7 +77,7 @@ def test_chats_choose_once_for_a_context(server: Server):
     first = ask(server, CHATS, **body)
     told = first.json()["usage"]["kv_compression"]
     chosen = Chosen.model_validate(told["chosen"])
-    assert [one.kv_compression["policy"] for one in chosen.tried] == ["fused"] * 3
+    assert [one.kv_compression["policy"] for one in chosen.tried] == ["expected_attention"] * 3
     assert told["parameters"]["budget"] == chosen.budget == 0.125 and told["verified"] is None
     counted = verified()
     assert counted > before

@@ -101,7 +101,7 @@ def test_the_tutorial_on_a_floor(readme_server, tmp_path):
     for text in (found, shown):
         agreeing = re.findall(r"^    (\S+): '", text, re.MULTILINE)
         assert len(agreeing) == 6 and ("exact" in agreeing) == ("floor 0.99: full" in text)
-        assert re.findall(r"^(\S+) +0.5: \d+% agree", text, re.MULTILINE) == ["fused", "kvzip"]
+        assert re.findall(r"^(\S+) +0.5: \d+% agree", text, re.MULTILINE) == ["expected_attention", "kvzip"]
 
 
 def test_the_readmes_document_is_the_handbook():
