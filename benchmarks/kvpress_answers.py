@@ -1,9 +1,9 @@
 """What kvpress's side of ``kvpress_scores.py`` runs, in an environment of its own: greedy answers under presses.
 
-Reads one JSON object from stdin, ``{"model": folder, "kvzap": folder, "jobs": [...]}``, and writes a list with each
-job's answer, token ids, and one of what the press has kept (:meth:`Model.kept`) to stdout. A job: ``prompt`` (token
-ids), ``compressed`` (how many of them are read under the press; the others are read after), ``max_tokens``, ``press``
-(see :func:`build`) or None.
+Reads one JSON object from stdin, ``{"model": folder, "dtype": name, "kvzap": folder, "jobs": [...]}``, and writes a
+list with each job's answer, token ids, and one of what the press has kept (:meth:`Model.kept`) to stdout. A job:
+``prompt`` (token ids), ``compressed`` (how many of them are read under the press; the others are read after),
+``max_tokens``, ``press`` (see :func:`build`) or None.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def build(spec: Any, kvzap: str | None) -> Any:
 
 
 class Model:
-    def __init__(self, path: str, kvzap: str | None) -> None:
+    def __init__(self, path: str, dtype: str, kvzap: str | None) -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -47,7 +47,7 @@ class Model:
         # ObservedAttentionPress reads the matrix of attention weights, which only eager attention makes; AdaKVPress
         # refuses eager attention.
         self.models = {
-            kind: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=kind).eval()
+            kind: AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=kind).eval()
             for kind in ("sdpa", "eager")
         }
 
@@ -121,7 +121,7 @@ def main() -> None:
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed goes where errors do
     given = json.load(sys.stdin)
-    model = Model(given["model"], given["kvzap"])
+    model = Model(given["model"], given["dtype"], given["kvzap"])
     answers, kept = [], []
     for done, job in enumerate(given["jobs"]):
         if done % 500 == 0:

@@ -1,8 +1,8 @@
 """Scores of kvpress and of this package on the same prompts: ``python benchmarks/kvpress_scores.py --kvpress PYTHON``.
 
-PYTHON is that of an environment made from ``requirements-kvpress.txt``. Both sides answer greedily in float32, with the
-same number of entries per KV head, and each method's parameters are given to both so that both compute the same; what
-could not be made equal is said below the table. With ``--own`` both have their own settings instead, at the same number
+PYTHON is that of an environment made from ``requirements-kvpress.txt``. Both sides answer greedily, in the type of the
+configuration's engine (float32 unless it says), with the same number of entries per KV head, and each method's
+parameters are given to both so that both compute the same; what could not be made equal is said below the table. With ``--own`` both have their own settings instead, at the same number
 of entries. ``aware``: the whole prompt is compressed, its question included.
 ``agnostic``: the context alone is, and the question is read after that, as kvpress's pipeline does.
 
@@ -335,13 +335,15 @@ class Side:
 
 
 def sides_of_kvpress(
-    python: str, model: str, kvzap: str | None, jobs: Sequence[Job], tokenizer: Any, processes: int
+    python: str, model: str, dtype: str, kvzap: str | None, jobs: Sequence[Job], tokenizer: Any, processes: int
 ) -> tuple[list[Side], dict[str, str]]:
     """And versions; each process has a share of the jobs."""
     command = [python, str(Path(__file__).parent / "kvpress_answers.py")]
 
     def answer(share: Sequence[Job]) -> dict[str, Any]:
-        given = json.dumps({"model": model, "kvzap": kvzap, "jobs": [job.theirs() for job in share]})
+        given = json.dumps(
+            {"model": model, "dtype": dtype, "kvzap": kvzap, "jobs": [job.theirs() for job in share]}
+        )
         try:
             done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True)
         except OSError as error:
@@ -364,10 +366,10 @@ def sides_of_kvpress(
     return sides, results[0]["versions"]
 
 
-def sides_of_ours(model: str, kvzap: str | None, jobs: Sequence[Job], tokenizer: Any) -> list[Side]:
+def sides_of_ours(model: str, dtype: str, kvzap: str | None, jobs: Sequence[Job], tokenizer: Any) -> list[Side]:
     # KVzip's repetition lies behind the context, and a prompt that asks for it between them.
     longest = 2 * max(job.prompt.length for job in jobs) + 64
-    options = EngineOptions(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2 << 30, kvzap=kvzap)
+    options = EngineOptions(dtype=dtype, enforce_eager=True, kv_cache_memory_bytes=2 << 30, kvzap=kvzap)
     backend = EngineBackend(model, options)
     backend.start(longest, with_logprobs=False)
     from vllm_kvmerge.engine.worker.compaction import Compaction, Execution
@@ -521,7 +523,7 @@ def main() -> None:
     tokenizer = load_tokenizer(config.model_path)
     jobs = draw_jobs(arguments, config, tokenizer)
     kvzap = arguments.kvzap or (demo.kvzap_path() if config.model == "demo" else None)
-    given = config.model_path, kvzap, jobs, tokenizer
+    given = config.model_path, config.engine.dtype or "float32", kvzap, jobs, tokenizer
     theirs, versions = sides_of_kvpress(arguments.kvpress, *given, arguments.processes)
     rows = compare(jobs, sides_of_ours(*given), theirs)
     compared = {

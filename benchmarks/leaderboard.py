@@ -1,8 +1,9 @@
 """Policies on real language models: ``python benchmarks/leaderboard.py [RUN ...]``.
 
-Adds runs of ``vllm-kvmerge eval`` (their folders, named like their configurations: eval-results/real-screen) sample by
-sample to benchmarks/results/real_scores.json, and writes docs/leaderboard.md, and the table that requests without a
-policy are answered by (vllm_kvmerge/request/recommended.json), from all that is there.
+Adds runs of ``vllm-kvmerge eval`` (their folders, named like their configurations: eval-results/real-screen; with
+``--model`` those of another model than the configuration's) sample by sample to benchmarks/results/real_scores.json,
+and writes docs/leaderboard.md, and the table that requests without a policy are answered by
+(vllm_kvmerge/request/recommended.json), from all that is there.
 
 A policy's score is the mean over tasks of its share of the full cache's score, where that has 0.6 at least. Intervals
 of 95% by bootstrap over each task's samples; differences from the best are paired, and corrected for their number
@@ -42,17 +43,8 @@ ENOUGH = 12
 """Prompts of each task, for a run to decide instead of the screen."""
 DECIDING = 0.25
 """The budget that ranks."""
-RUNS = {
-    "real-known": "",
-    "real-later": "",
-    "real-screen": "## The screen\n\nEvery selection on 6 prompts of each task, which decides (by the rule in "
-    "[its configuration](../configs/eval/real-screen.yaml)) which policies are measured more closely.",
-    "real-chunks": "## Chunks\n\nHow long chunks are, and how heads share a budget, was chosen here, on eight other "
-    "prompts of the same tasks.",
-    "real-held-out": "## Held out\n\nA task that took no part in any choice. Questions about documents did not either, "
-    "but do not count, since the full cache answers a quarter of them.",
-}
-"""Runs that the page shows, and what it says of them."""
+MODEL = "qwen2.5-coder-0.5b"
+"""That decides."""
 PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
     "known": {"adakv": (78.4, 82.6), "snapkv": (74.3, 78.8)},
     "later": {
@@ -66,6 +58,12 @@ PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
 """kvpress's public leaderboard, Qwen3 8B and Llama 3.1 8B: RULER of 4,096 tokens, 13 tasks, a quarter kept, 2026-11."""
 RESAMPLES = 4000
 
+LONGER = "## Prompts of 4,096 tokens"
+OTHERS = "## Other models\n\nThat took no part in any choice."
+HELD_OUT = """## Held out
+
+A task that took no part in any choice. Questions about documents did not either, but do not count, since the full cache
+answers a quarter of them."""
 
 INTRODUCTION = f"""# Leaderboard
 
@@ -123,13 +121,13 @@ def case_of(config: EvalConfig, entry: TaskEntry) -> Case:
     return "later" if config.is_question_agnostic(entry) else "known"
 
 
-def config_of(run: Path) -> EvalConfig:
-    return read_config(ROOT / f"configs/eval/{run.name}.yaml", {})
+def config_of(run: Path, model: str | None) -> EvalConfig:
+    return read_config(ROOT / f"configs/eval/{run.name}.yaml", {"model": model})
 
 
-def cells_of(path: Path) -> Iterator[Cell]:
+def cells_of(path: Path, model: str | None) -> Iterator[Cell]:
     """What a run has measured."""
-    config = config_of(path)
+    config = config_of(path, model)
     with RunFolder(path, config.identity()) as folder:
         results = folder.results
     for entry in config.tasks:
@@ -158,10 +156,11 @@ def load() -> list[Cell]:
     return [Cell(**{**row, "scores": {int(key): value for key, value in row["scores"].items()}}) for row in rows]
 
 
-def unpack(cells: Iterable[Cell], path: Path) -> None:
+def unpack(cells: Iterable[Cell], path: Path, model: str | None) -> None:
     """What a run needs to go on: which samples have been answered."""
-    config = config_of(path)
-    known = {(cell.task, cell.case, cell.policy, cell.budget): cell for cell in cells if cell.run == path.name}
+    config = config_of(path, model)
+    own = [cell for cell in cells if (cell.run, cell.model) == (path.name, Path(config.model).name)]
+    known = {(cell.task, cell.case, cell.policy, cell.budget): cell for cell in own}
     with RunFolder(path, config.identity()) as folder:
         for cell in eval_cells(config):
             found = known.get((task_of(cell.entry), case_of(config, cell.entry), cell.policy.label, cell.budget))
@@ -308,9 +307,9 @@ def table(tasks: list[str], rows: list[Row], has_held: bool) -> list[str]:
 
 def deciding_cells(cells: Iterable[Cell], case: Case) -> list[Cell]:
     """The run of the case; until it has prompts enough, the screen, of whose tasks it has others."""
-    of_case = [cell for cell in cells if cell.case == case]
+    of_case = [cell for cell in cells if (cell.case, cell.model) == (case, MODEL)]
     own = [cell for cell in of_case if cell.run == f"real-{case}"]
-    if own and min(len(cell.scores) for cell in own) >= ENOUGH:
+    if own and min(len(cell.scores) for cell in own if cell.budget in (None, DECIDING)) >= ENOUGH:
         return own
     return [cell for cell in of_case if cell.run == "real-screen"]
 
@@ -343,26 +342,47 @@ def recommended(
 
 
 def page(cells: list[Cell], found: Recommendations) -> str:
-    by_run: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    by_run: dict[tuple[str, str, Case], list[Cell]] = defaultdict(list)
     for cell in cells:
-        by_run[cell.run, cell.model].append(cell)
+        by_run[cell.run, cell.model, cell.case].append(cell)
+
+    def section(mark: str, run: str, model: str, case: Case) -> list[str]:
+        if not (some := by_run[run, model, case]):
+            return []
+        tasks, rows = rows_of(some)
+        counts = {len(common) for (task, _), common in common_samples(some).items() if task in tasks}
+        number = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        lines = [f"{mark} {TITLES[case]}: {model}, {number} prompts", "", *table(tasks, rows, case == "later"), ""]
+        if (run, model) == (f"real-{case}", MODEL):
+            lines += [*screened(by_run["real-screen", model, case], {row.policy for row in rows}), ""]
+        return lines
+
     lines = [INTRODUCTION, *defaults(found)]
-    for run, heading in RUNS.items():
-        for (name, model), some in by_run.items():
-            if name != run:
-                continue
-            lines += [heading, ""] if heading else []
-            for case, title in TITLES.items():
-                of_case = [cell for cell in some if cell.case == case]
-                if not of_case:
-                    continue
-                tasks, rows = rows_of(of_case)
-                counts = {len(common) for (task, budget), common in common_samples(of_case).items() if task in tasks}
-                number = " to ".join(map(str, sorted({min(counts), max(counts)})))
-                mark = "##" if not heading else "###"
-                lines += [f"{mark} {title}: {model}, {number} prompts", ""]
-                lines += [*table(tasks, rows, case == "later"), ""]
+    for case in TITLES:
+        lines += section("##", f"real-{case}", MODEL, case)
+    for heading, places in (
+        (LONGER, [("real-long", MODEL, case) for case in TITLES]),
+        (
+            OTHERS,
+            [
+                (f"real-{case}", model, case)
+                for model in sorted({cell.model for cell in cells} - {MODEL})
+                for case in TITLES
+            ],
+        ),
+        (HELD_OUT, [("real-held-out", MODEL, case) for case in TITLES]),
+    ):
+        if sections := [line for place in places for line in section("###", *place)]:
+            lines += [heading, "", *sections]
     return "\n".join([*lines, *order(cells)])
+
+
+def screened(cells: list[Cell], shown: set[str]) -> list[str]:
+    """The policies that the screen left out."""
+    rest = [row for row in rows_of(cells)[1] if row.policy not in shown]
+    scores = ", ".join(f"{row.policy} {row.score[DECIDING]:.2f}" for row in rest)
+    screen = "[the screen](../configs/eval/real-screen.yaml), which decided what is measured above"
+    return [f"Others, on the six prompts of {screen}: {scores}."]
 
 
 def defaults(found: Recommendations) -> list[str]:
@@ -404,7 +424,7 @@ def order(cells: list[Cell]) -> list[str]:
     for case, theirs in PUBLIC.items():
         ours: dict[str, float | None] = {}
         for run in ("real-screen", f"real-{case}"):  # the latter's are of more prompts
-            of_run = [cell for cell in cells if (cell.run, cell.case) == (run, case)]
+            of_run = [cell for cell in cells if (cell.run, cell.model, cell.case) == (run, MODEL, case)]
             ours |= {row.policy: row.score.get(DECIDING) for row in rows_of(of_run)[1]}
         for policy, (qwen, llama) in theirs.items():
             found = ours.get(policy)
@@ -416,6 +436,7 @@ def order(cells: list[Cell]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
+    parser.add_argument("--model", help="of the runs; default: their configuration's")
     parser.add_argument(
         "--unpack",
         action="store_true",
@@ -425,10 +446,10 @@ def main() -> None:
     arguments = parser.parse_args()
     cells = load()
     if arguments.unpack:
-        return unpack(cells, *arguments.runs)
+        return unpack(cells, *arguments.runs, arguments.model)
     by_key = {cell.key: cell for cell in cells}
     for path in arguments.runs:
-        for cell in cells_of(path):
+        for cell in cells_of(path, arguments.model):
             by_key[cell.key] = by_key[cell.key].with_more(cell) if cell.key in by_key else cell
     cells = list(by_key.values())
     save(cells)

@@ -48,11 +48,11 @@ def test_the_figure_of_the_readme_is_measured():
 def leaderboard(title: str) -> dict[str, str]:
     """Scores at a quarter by policy: of the page's first table with such a heading that has the policy."""
     text, scores = (ROOT / "docs" / "leaderboard.md").read_text(), dict[str, str]()
-    for table, low in re.findall(rf"^##+ {title}.*?\n\n(.*?)\n\n(?:Below [\d.]+: ([^\n]*)\.\n)?", text, re.M | re.S):
+    listed = r"((?:(?:Below|Others)[^\n]*\n\n)*)"
+    for table, low in re.findall(rf"^##+ {title}.*?\n\n(.*?)\n\n{listed}", text, re.M | re.S):
         header, _, *rows = [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in table.splitlines()]
         found = {row[0]: row[header.index("0.25")].split()[0] for row in rows}
-        found |= dict(one.rsplit(" ", 1) for one in low.split(", ") if one)
-        scores = found | scores
+        scores = dict(re.findall(r"(\w[\w =]*) (\d\.\d\d)[,.]", low)) | found | scores
     return scores
 
 

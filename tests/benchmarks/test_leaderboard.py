@@ -9,12 +9,12 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
-from leaderboard import ENOUGH, Cell, deciding_cells, level_with_best, ranked_for_default, rows_of, table  # noqa: E402
+from leaderboard import ENOUGH, MODEL, Cell, deciding_cells, level_with_best, ranked_for_default, rows_of, table  # noqa: E402
 
 
 def cell(policy, task, scores):
     budget, parameters = (None, {}) if policy == "full" else (0.25, {"policy": policy})
-    return Cell("real", "model", task, "known", policy, parameters, budget, dict(enumerate(scores)), 100.0, [])
+    return Cell("real", MODEL, task, "known", policy, parameters, budget, dict(enumerate(scores)), 100.0, [])
 
 
 def board(**scores):
@@ -40,7 +40,8 @@ def test_a_run_of_few_prompts_does_not_decide():
     screen = replace(cell("snapkv", "one", [1.0] * 6), run="real-screen")
     for number, decides in ((ENOUGH - 1, screen), (ENOUGH, None)):
         run = replace(cell("snapkv", "one", [1.0] * number), run="real-known")
-        assert deciding_cells([screen, run], "known") == [decides or run]
+        others = [replace(run, scores={0: 1.0}, budget=0.5), replace(run, model="another")]
+        assert deciding_cells([screen, run, *others], "known") == ([decides] if decides else [run, others[0]])
 
 
 def test_the_default_reads_the_prompt_once_where_that_is_level_with_the_best():
