@@ -341,9 +341,7 @@ def sides_of_kvpress(
     command = [python, str(Path(__file__).parent / "kvpress_answers.py")]
 
     def answer(share: Sequence[Job]) -> dict[str, Any]:
-        given = json.dumps(
-            {"model": model, "dtype": dtype, "kvzap": kvzap, "jobs": [job.theirs() for job in share]}
-        )
+        given = json.dumps({"model": model, "dtype": dtype, "kvzap": kvzap, "jobs": [job.theirs() for job in share]})
         try:
             done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True)
         except OSError as error:
