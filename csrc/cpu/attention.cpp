@@ -30,6 +30,7 @@ struct AttentionRow {
   const Page* pages = nullptr;
   const int64_t* fronts = nullptr;
   int64_t num_pages = 0;
+  bool coded = false;
   Rows query, output;  // of the row's first token
   int64_t num_queries;
   ScoreMode mode;
@@ -45,12 +46,28 @@ struct AttentionRow {
     }
     return s;
   }
+  // The front, or what follows it, alone.
+  Segments part_of_head(int64_t head, bool front) const {
+    Segments s = of_head(head);
+    if (front) s.tail = s.seq_len;
+    else s.front = 0;
+    return s;
+  }
 };
+
+// A layer's coded pages (CodedPages in vllm_kvmerge/ops/types.py).
+PagedKVCache coded(PagedKVCache cache) {
+  cache.block_size *= 2;
+  cache.item_size = 1;
+  cache.dtype = DType::i8;
+  return cache;
+}
 
 // One (sequence, KV head). Its queries are taken in rounds, a few at a time, so that scores see them in order.
 struct Unit {
   int64_t row, head;
   int64_t num_tiles, queries_at_once, num_pieces;
+  int64_t front_pieces;  // those before are of a coded front alone, the others of what follows it
   int64_t rounds;
   bool is_split;            // whether its pieces are spread over threads
   float* shared = nullptr;  // partial results of the pieces, where they are
@@ -81,6 +98,7 @@ class Driver {
          float scale, float value_scale, Softmax softmax, bool with_values, bool new_start_empty)
       : kernels_(kernels),
         cache_(cache),
+        coded_(coded(cache)),
         rows_(rows),
         group_(group),
         scale_(scale),
@@ -149,7 +167,7 @@ class Driver {
     for (int64_t i = 0; i < static_cast<int64_t>(rows_.size()); ++i) {
       if (rows_[i].num_queries == 0) continue;
       for (int64_t head = 0; head < cache_.num_heads; ++head) {
-        const int64_t tiles = Tiles(cache_, rows_[i].of_head(head), head).count;
+        const int64_t tiles = front_tiles(rows_[i], head) + other_tiles(rows_[i], head);
         costs.push_back({i, head, tiles, tiles * rows_[i].num_queries});
         total += costs.back().work;
       }
@@ -167,9 +185,10 @@ class Driver {
       if (row.mode != ScoreMode::none)
         at_once = std::max<int64_t>(1, std::min(at_once, kStoredFloats / (chunks * kChunk * group_ * stored_planes(row.mode))));
       at_once = std::min(at_once, row.num_queries);
-      const int64_t pieces = std::max<int64_t>(1, (chunks + kPieceChunks - 1) / kPieceChunks);
+      const int64_t front_pieces = pieces_of(front_tiles(row, c.head));
+      const int64_t pieces = std::max<int64_t>(1, front_pieces + pieces_of(other_tiles(row, c.head)));
       const bool is_split = threads_ > 1 && pieces > 1 && c.work > share;
-      Unit u{c.row, c.head, c.tiles, at_once, pieces, (row.num_queries + at_once - 1) / at_once, is_split};
+      Unit u{c.row, c.head, c.tiles, at_once, pieces, front_pieces, (row.num_queries + at_once - 1) / at_once, is_split};
       if (is_split) shared += layout(u).total;
       units_.push_back(u);
     }
@@ -181,6 +200,17 @@ class Driver {
         u.shared = next;
         next += layout(u).total;
       }
+  }
+
+  // Of a coded front, which is attended to by itself; all others go with what follows them.
+  int64_t front_tiles(const AttentionRow& row, int64_t head) const {
+    return row.coded ? Tiles(coded_, row.part_of_head(head, true), head).count : 0;
+  }
+  int64_t other_tiles(const AttentionRow& row, int64_t head) const {
+    return Tiles(cache_, row.coded ? row.part_of_head(head, false) : row.of_head(head), head).count;
+  }
+  static int64_t pieces_of(int64_t tiles) {
+    return (tiles + kPieceChunks * kChunkTiles - 1) / (kPieceChunks * kChunkTiles);
   }
 
   int64_t num_queries(const Unit& u, int64_t round) const {
@@ -200,20 +230,24 @@ class Driver {
     float* mine = partial + piece * l.piece;
     float* stored = partial + u.num_pieces * l.piece;
     Attend a{};
-    a.cache = &cache_;
-    a.segments = row.of_head(u.head);
+    const bool in_front = piece < u.front_pieces;
+    a.cache = in_front ? &coded_ : &cache_;
+    a.dtype = cache_.dtype;
+    a.segments = row.coded ? row.part_of_head(u.head, in_front) : row.of_head(u.head);
     a.head = static_cast<int32_t>(u.head);
     a.group = group_;
     a.num_queries = static_cast<int32_t>(num_queries(u, round));
     a.first_query = round * u.queries_at_once;
     a.total_queries = row.num_queries;
-    a.tile_begin = piece * kPieceChunks * kChunkTiles;
-    a.tile_end = std::min(u.num_tiles, (piece + 1) * kPieceChunks * kChunkTiles);
-    if (row.mode == ScoreMode::none) {  // otherwise what later tokens get is stored too, nothing as it is
+    const int64_t num_tiles = in_front ? front_tiles(row, u.head) : other_tiles(row, u.head);
+    a.tile_begin = (in_front ? piece : piece - u.front_pieces) * kPieceChunks * kChunkTiles;
+    a.tile_end = std::min(num_tiles, a.tile_begin + kPieceChunks * kChunkTiles);
+    if (row.mode == ScoreMode::none && !in_front) {  // otherwise what later tokens get is stored too, nothing as it is
       const Tiles tiles(cache_, a.segments, u.head);
       const int64_t seen = tiles.num_entries() - a.total_queries + a.first_query + a.num_queries;
       a.tile_end = std::max(a.tile_begin, std::min(a.tile_end, tiles.up_to(seen)));
     }
+    a.sees_all = in_front;
     a.query = from(row.query, a.first_query);
     a.scale = scale_;
     a.cap = softmax_.cap;
@@ -292,6 +326,7 @@ class Driver {
 
   const Kernels& kernels_;
   const PagedKVCache& cache_;
+  const PagedKVCache coded_;
   const std::vector<AttentionRow>& rows_;
   const int group_;
   const float scale_, value_scale_;
@@ -319,7 +354,8 @@ int64_t group_of(const PagedKVCache& cache, const TensorView& query) {
 void call_paged_attention(TensorView query, TensorView keys, TensorView block_table, TensorView query_starts,
                           TensorView query_lens, TensorView seq_lens, TensorView fronts, TensorView tails,
                           TensorView score_modes, TensorView score_decays, double scale, TensorView output,
-                          Tensors layers, OptionalTensor page_ids, OptionalTensor page_fronts, double cap,
+                          Tensors layers, OptionalTensor page_ids, OptionalTensor page_fronts,
+                          OptionalTensor page_coded, double cap,
                           OptionalTensor sinks, double value_scale) {
   const PagedKVCache cache = cache_of(keys);
   const int64_t group = group_of(cache, query), heads = query.size(1), d = cache.head_size;
@@ -337,13 +373,16 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
                              modes = Argument("score_modes", score_modes).integers(num_rows);
   KVM_CHECK(output.size(0) >= num_tokens, ValueError) << "output has fewer tokens than query";
   HeadPages pages{{}, nullptr, 0};
+  const uint8_t* is_coded = nullptr;
   if (page_ids.has_value() && page_fronts.has_value()) {
     const std::vector<PagedKVCache> caches = caches_of(layers);
     KVM_CHECK(!caches.empty() && caches[0].num_heads == cache.num_heads && caches[0].head_size == cache.head_size &&
                   caches[0].block_size == cache.block_size && caches[0].dtype == cache.dtype,
               ValueError)
         << "head pages are in layers of another shape";
-    pages = head_pages_of(caches, page_ids.value(), page_fronts.value(), num_rows);
+    if (page_coded.has_value())
+      is_coded = Argument("page_coded", page_coded.value()).contiguous({num_rows}).boolean();
+    pages = head_pages_of(caches, page_ids.value(), page_fronts.value(), num_rows, is_coded);
   }
   std::vector<AttentionRow> rows(num_rows);
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -357,6 +396,7 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
       row.pages = pages.pages.data() + of_row;
       row.fronts = pages.fronts + r * cache.num_heads;
       row.num_pages = pages.num_pages;
+      row.coded = is_coded && is_coded[r];
       entries = ends[r] - tail[r];  // queries are never of a front
       for (int64_t i = 0; i < cache.num_heads * pages.num_pages; ++i)
         KVM_CHECK(row.pages[i].rows, ValueError) << "row " << r << ": a head has no pages";
@@ -372,6 +412,7 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
     row.output.data = static_cast<char*>(out.data) + starts[r] * out.token_stride * out_bytes;
     row.num_queries = lens[r];
     row.mode = mode_of(modes[r]);
+    KVM_CHECK(!row.coded || row.mode == ScoreMode::none, ValueError) << "row " << r << ": a coded front has no scores";
     row.decay = decays.f32()[r * decays.stride(0)];
     row.scores = row.aux = nullptr;
     row.score_stride = 0;

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include <optional>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -369,6 +370,13 @@ inline __m512i as_pairs(const E5M2*, __m256i x) {
   const __m512i next = _mm512_add_epi16(bits, _mm512_set1_epi16(0x80));  // its exponent is 0 or 1
   const __mmask32 special = _mm512_testn_epi16_mask(next, _mm512_set1_epi16(0x0f00));
   return completed(bytes, bits, 0x8fe0, 0x3000, special, kSpecialE5M2);
+}
+
+// Every whole number of 8 bits is one of bfloat16.
+inline __m512i as_pairs(const I8*, __m256i x) {
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(x)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(x, 1)));
+  return bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
 // Some rows of x as bfloat16, over kUnit; width: a multiple of 16.
@@ -739,11 +747,29 @@ inline VF rounded(VF product) {
   return product;
 }
 
+// Puts columns in the order in which values of bfloat16 leave them (`kIsSplit`).
+inline void split_columns(float* x, int count) {
+  for (int e = 0; e + 32 <= count; e += 32) {
+    float columns[32];
+    __builtin_memcpy(columns, x + e, sizeof columns);
+    for (int i = 0; i < 16; ++i) {
+      x[e + i] = columns[2 * i];
+      x[e + 16 + i] = columns[2 * i + 1];
+    }
+  }
+}
+
+// The scales of a coded page's keys, or of its values.
+inline const F16* scales(const PagedKVCache& cache, Page page, bool of_values) {
+  return reinterpret_cast<const F16*>(page.metadata + cache.block_size) + (of_values ? cache.block_size : 0);
+}
+
 // The weights of a chunk in a row: its logits times `factor`, less the row's maximum so far, to the power of e; `result`
-// is scaled by what the maximum has changed. kept: float32 copies of the weights, or null.
-template <bool kPairs, bool kScaled, class Q>
+// is scaled by what the maximum has changed. kept: float32 copies of the weights, or null. kCoded: weights are times
+// `scales`, those of the values.
+template <bool kPairs, bool kScaled, bool kCoded, class Q>
 inline void softmax_row(float* x, int width, float factor, float* largest, float* sum, float* result, int64_t length,
-                        Q* weights, float* kept) {
+                        Q* weights, float* kept, const float* scales) {
   VF most = load(x);
   for (int i = kLanes; i < width; i += kLanes) most = maximum(most, load(x + i));
   const float chunk_maximum = horizontal_max(most) * factor, old = *largest;
@@ -763,6 +789,7 @@ inline void softmax_row(float* x, int width, float factor, float* largest, float
       weight[v] = exp(logit - top);
       total += weight[v];
       if (kept) store(kept + i + v * kLanes, weight[v]);
+      if constexpr (kCoded) weight[v] *= load(scales + i + v * kLanes);
     }
 #if defined(__AVX512BF16__)
     if constexpr (kPairs) {
@@ -779,9 +806,10 @@ inline void softmax_row(float* x, int width, float factor, float* largest, float
 template <class T, Way kWay>
 void attend_as(const Attend& a) {
   typedef typename Operand<kWay>::type Q;
-  constexpr bool kPairs = kWay != Way::floats, kTiles = kWay == Way::tiles;
+  constexpr bool kPairs = kWay != Way::floats, kTiles = kWay == Way::tiles, kCoded = std::is_same_v<T, I8>;
   const PagedKVCache& cache = *a.cache;
   const Tiles tiles(cache, a.segments, a.head);
+  alignas(64) float value_scales[kCoded ? kChunk : 1];
   const int d = cache.head_size, rows = a.num_queries * a.group;
   const int64_t acc_stride = padded_nonzero(d), bs = cache.block_size, num_entries = tiles.num_entries();
   const bool softmax = a.mode != ScoreMode::log_ema || a.with_values;
@@ -819,7 +847,8 @@ void attend_as(const Attend& a) {
   }
 #endif
 
-  const int64_t first_limit = num_entries - a.total_queries + a.first_query + 1;  // entries that row 0 sees
+  const int64_t first_limit =  // entries that row 0 sees
+      a.sees_all ? num_entries : num_entries - a.total_queries + a.first_query + 1;
   for (int64_t chunk = a.tile_begin; chunk < a.tile_end; chunk += kChunkTiles) {
     const int count = static_cast<int>(min64(kChunkTiles, a.tile_end - chunk)), width = count * kTile;
     const int num_runs = num_next;
@@ -850,6 +879,21 @@ void attend_as(const Attend& a) {
     }
 #endif
     if constexpr (!kTiles) chunk_logits(c);
+    if constexpr (kCoded)
+      for (int i = 0; i < num_runs; ++i) {
+        const Run& run = runs[i];
+        const F16* of_keys = scales(cache, run.page, false) + run.offset;
+        const F16* of_values = scales(cache, run.page, true) + run.offset;
+        for (int v = 0; v < run.count * kTile; v += kLanes) {
+          store(value_scales + run.first * kTile + v, load(of_values + v));
+          const VF key_scale = load(of_keys + v);
+          for (int r = 0; r < rows; ++r) {
+            float* x = logits + r * kChunk + run.first * kTile + v;
+            store(x, load(x) * key_scale);
+          }
+        }
+        for (int t = run.hi; t < run.count * kTile; ++t) value_scales[run.first * kTile + t] = 0.0f;  // may be anything
+      }
     if (a.cap > 0.0f) cap_logits(logits, rows, width, a.cap);
     if (a.mode == ScoreMode::log_ema)
       for (int r = 0; r < rows; ++r)
@@ -880,8 +924,9 @@ void attend_as(const Attend& a) {
     const bool keeps = a.mode != ScoreMode::none;
     for (int r = 0; r < rows; ++r) {
       float* kept = keeps ? a.stored + r * a.stored_stride + chunk * kTile : nullptr;
-      softmax_row<kPairs, kTiles>(logits + r * kChunk, width, factor, a.maximum + r, a.sum + r, a.accumulator + r * acc_stride,
-                          a.with_values ? acc_stride : 0, weights + r * kChunk, kept);
+      softmax_row<kPairs, kTiles, kCoded>(logits + r * kChunk, width, factor, a.maximum + r, a.sum + r,
+                                          a.accumulator + r * acc_stride, a.with_values ? acc_stride : 0,
+                                          weights + r * kChunk, kept, value_scales);
       if (keeps) a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
     }
     if (!a.with_values) continue;
@@ -890,11 +935,14 @@ void attend_as(const Attend& a) {
 #endif
     if constexpr (!kTiles) chunk_values(c);
   }
+  if constexpr (kCoded && kWay == Way::floats)
+    if (kSplits && a.dtype == DType::bf16)
+      for (int r = 0; r < rows; ++r) split_columns(a.accumulator + r * acc_stride, d);
 }
 
 template <class T>
 void attend_in(const Attend& a) {
-  switch (way_of(a.cache->dtype, a.query.dtype, a.num_queries * a.group, a.total_queries)) {
+  switch (way_of(a.dtype, a.query.dtype, a.num_queries * a.group, a.total_queries)) {
     case Way::tiles: return attend_as<T, kHasTiles ? Way::tiles : Way::floats>(a);
     case Way::pairs: return attend_as<T, kHasPairs ? Way::pairs : Way::floats>(a);
     case Way::floats: return attend_as<T, Way::floats>(a);
@@ -906,6 +954,7 @@ void attend(const Attend& a) {
   if (a.cache->dtype == DType::f16) return attend_as<F16, Way::floats>(a);
   if (a.cache->dtype == DType::e4m3) return attend_in<E4M3>(a);
   if (a.cache->dtype == DType::e5m2) return attend_in<E5M2>(a);
+  if (a.cache->dtype == DType::i8) return attend_in<I8>(a);
   attend_in<BF16>(a);
 }
 

@@ -8,8 +8,8 @@
 
 namespace kvmerge {
 
-// The last two of caches alone.
-enum class DType : int32_t { f32, bf16, f16, e4m3, e5m2 };
+// Of 8 bits: caches' alone, i8 that of coded pages alone.
+enum class DType : int32_t { f32, bf16, f16, e4m3, e5m2, i8 };
 
 // Largest is no mode of a tracker: scores are raised to the largest probability that any query gives (KVzip).
 enum class ScoreMode : int32_t { none, sum, mean, log_ema, largest };
@@ -23,6 +23,9 @@ constexpr int kMaxHeadSize = 512;
 // One layer's cache. A (block, head) region holds K [head_size, block_size] and V [block_size, head_size] in the cache
 // dtype, and four planes of metadata [block_size] of 4 bytes, log_votes, scores, aux, positions; these lie behind the
 // region, or those of all regions behind all of them (vllm_kvmerge/ops/types.py).
+//
+// Coded pages (i8) are the same regions with more slots: K, V, log_votes, then the scales of keys and those of values,
+// float16, and no other metadata.
 struct PagedKVCache {
   char *base, *metadata;
   int64_t region_stride, metadata_stride;  // bytes from those of one head to the next one's, and over blocks
@@ -68,7 +71,9 @@ struct Attend {
   int64_t tile_begin, tile_end;        // begins at a multiple of kChunkTiles
   Rows query;                          // of token first_query
   float scale, cap;                    // cap: of logits, 0: none
+  bool sees_all;      // every query sees every entry: those of the queries are not among them
   bool with_values;   // otherwise only the logits are wanted (and their softmax, unless mode is log_ema)
+  DType dtype;        // of the cache whose accumulators these are like, where coded pages are read
   ScoreMode mode;     // what to store for the score update
   float* stored;      // [R, stored_stride]: exp(logit - chunk maximum)
   float* logits;      // [R, stored_stride]: without bias, of log_ema alone, which then stores the above only with_values

@@ -62,6 +62,7 @@ void raise_scores(const Problem& p, int64_t head, int64_t first, int64_t last, f
                      begin * p.query.token_stride * (p.query.dtype == DType::f32 ? 4 : 2);
       a.scale = p.scale;
       a.cap = p.softmax.cap;
+      a.dtype = p.cache.dtype;
       a.mode = i == kScored ? ScoreMode::largest : ScoreMode::none;
       a.stored = stored_at;
       a.chunk_max = stored_at + stored;

@@ -28,6 +28,11 @@ struct E4M3 {
 struct E5M2 {
   uint8_t bits;
 };
+// A whole number from -127 to 127.
+struct I8 {
+  int8_t bits;
+};
+typedef int8_t VC __attribute__((vector_size(kLanes)));
 
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLowest = -3.402823466e+38f;
@@ -118,6 +123,16 @@ inline VF load(const E5M2* p) {  // the upper half of a float16
 #endif
 }
 
+inline VF load(const I8* p) {
+#if defined(__AVX512F__)
+  return bit_cast<VF>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#else
+  VC x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, VF);
+#endif
+}
+
 inline float to_float(float x) { return x; }
 inline float to_float(BF16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 inline float to_float(F16 x) {
@@ -130,6 +145,7 @@ inline float to_float(E4M3 x) {
   const float magnitude = bit_cast<float>((x.bits & 0x7fu) << 20) * 1.329227995784916e36f;
   return x.bits & 0x80 ? -magnitude : magnitude;
 }
+inline float to_float(I8 x) { return x.bits; }
 inline float to_float(E5M2 x) { return to_float(F16{static_cast<uint16_t>(x.bits << 8)}); }
 
 // Rounds to nearest, ties to even; NaN stays NaN. What is beyond the largest number of 8 bits becomes that.

@@ -236,9 +236,9 @@ struct HeadPages {
 };
 
 // ids: [rows, heads, pages], (block * layers + layer) * heads + head each; fronts: [rows, heads]. A row of ids whose
-// first is negative has no pages, and null pointers here.
+// first is negative has no pages, and null pointers here. coded: [rows], whose pages are coded ones; null: none are.
 inline HeadPages head_pages_of(const std::vector<PagedKVCache>& layers, const TensorView& ids, const TensorView& fronts,
-                               int64_t num_rows) {
+                               int64_t num_rows, const uint8_t* coded = nullptr) {
   const PagedKVCache& first = layers.front();
   const int64_t heads = first.num_heads, num_layers = static_cast<int64_t>(layers.size()), bs = first.block_size;
   const Argument table("pages", ids);
@@ -250,9 +250,9 @@ inline HeadPages head_pages_of(const std::vector<PagedKVCache>& layers, const Te
       KVM_CHECK(found.fronts[row] == 0 || id[0] < 0, ValueError) << "a front without pages has entries";
       continue;
     }
-    const int64_t used = (found.fronts[row] + bs - 1) / bs;
+    const int64_t size = coded && coded[row / heads] ? 2 * bs : bs, used = (found.fronts[row] + size - 1) / size;
     KVM_CHECK(0 <= used && used <= count, ValueError)
-        << "a front of " << found.fronts[row] << " does not fit in " << count << " pages of " << bs;
+        << "a front of " << found.fronts[row] << " does not fit in " << count << " pages of " << size;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = i < used ? id[i] : id[0];
       const PagedKVCache& layer = layers[at < 0 ? 0 : at / heads % num_layers];

@@ -47,6 +47,7 @@ from vllm_kvmerge.ops.dispatch import take as take
 from vllm_kvmerge.ops.dispatch import take_rows as take_rows
 from vllm_kvmerge.ops.dispatch import top as top
 from vllm_kvmerge.ops.dispatch import turn_keys as turn_keys
+from vllm_kvmerge.ops.dispatch import write_codes as write_codes
 from vllm_kvmerge.ops.dispatch import write_metadata as write_metadata
 from vllm_kvmerge.ops.dispatch import write_rows as write_rows
 from vllm_kvmerge.ops.dispatch import write_tokens as write_tokens

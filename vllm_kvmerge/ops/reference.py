@@ -28,6 +28,7 @@ from vllm_kvmerge.ops.types import (
     QUANTISED,
     AttentionBatch,
     Changes,
+    CodedPages,
     Destination,
     HeadPages,
     Metadata,
@@ -38,6 +39,7 @@ from vllm_kvmerge.ops.types import (
     ScoreUpdate,
     SequenceLayers,
     Softmax,
+    coded,
     sent,
     stored,
 )
@@ -123,13 +125,16 @@ def paged_attention(
         at = None if batch.pages is None else _front_places(batch.pages, number)
         if at is not None:
             assert batch.pages is not None
+            if batch.pages.is_coded(number) and mode != ScoreMode.NONE.code:
+                raise ValueError(f"row {number}: a coded front has no scores")
             layers, front = batch.pages.layers, 0
         if window:
             tail = max(tail, _first_seen(seq_len - length, window, chunked))
         keys, values = _keys_and_values(cache, blocks, front, tail, seq_len)
         if at is not None:
-            keys = torch.cat([_read(layers, "keys", at).transpose(1, 2), keys], 2)
-            values = torch.cat([_read(layers, "values", at).float(), values], 1)
+            front_keys, front_values, votes = _front(batch.pages, number, at)
+            keys = torch.cat([front_keys.transpose(1, 2).to(keys.dtype), keys], 2)
+            values = torch.cat([front_values, values], 1)
         num_entries = keys.shape[2]
         bias = None
         visible = _causal(length, num_entries, query.device)
@@ -137,7 +142,8 @@ def paged_attention(
             positions = torch.arange(tail, seq_len, device=query.device)
             visible &= positions >= _first_seen(positions[num_entries - length :, None], window, chunked)
         if front > 0 or at is not None:
-            votes = _segment(cache.log_votes, blocks, 0, front, 1) if at is None else _read(layers, "log_votes", at)
+            if at is None:
+                votes = _segment(cache.log_votes, blocks, 0, front, 1)
             bias = torch.cat([votes, votes.new_zeros(votes.shape[0], num_entries - votes.shape[1])], 1)
         logits, probabilities = _attend(query[tokens], keys, bias, visible, scale * cache.key_scale, softmax)
         attended = torch.matmul(probabilities, values.unsqueeze(1)) * cache.value_scale
@@ -345,17 +351,26 @@ class _Places:
             yield number, wanted & (self.layer == number)
 
 
-_BLANKS = {"keys": 0.0, "values": 0.0, "log_votes": -torch.inf, "scores": 0.0, "aux": 0.0, "positions": -1}
+_BLANKS = {
+    "keys": 0.0,
+    "values": 0.0,
+    "key_scales": 0.0,
+    "value_scales": 0.0,
+    "log_votes": -torch.inf,
+    "scores": 0.0,
+    "aux": 0.0,
+    "positions": -1,
+}
 """What is read where there is no slot."""
 
 
-def _plane(cache: PagedKVCache, name: str) -> Tensor:
+def _plane(cache: PagedKVCache | CodedPages, name: str) -> Tensor:
     """``[B, H, bs, ...]``."""
     plane: Tensor = getattr(cache, name)
     return plane.transpose(2, 3) if name == "keys" else plane
 
 
-def _read(layers: Sequence[PagedKVCache], name: str, at: _Places) -> Tensor:
+def _read(layers: Sequence[PagedKVCache] | Sequence[CodedPages], name: str, at: _Places) -> Tensor:
     """``[H, m, ...]`` of a plane."""
     if isinstance(at.layer, int):
         found = _plane(layers[at.layer], name)[at.index]
@@ -371,7 +386,7 @@ def _read(layers: Sequence[PagedKVCache], name: str, at: _Places) -> Tensor:
 
 
 def _write(
-    layers: Sequence[PagedKVCache], name: str, at: _Places, values: Tensor, wanted: Tensor | None = None
+    layers: Sequence[PagedKVCache] | Sequence[CodedPages], name: str, at: _Places, values: Tensor, wanted: Tensor | None = None
 ) -> None:
     """Writes ``values`` (``[H, m, ...]``) to the places that exist and, if given, are ``wanted``."""
     for number, mask in at.by_layer(at.exists if wanted is None else at.exists & wanted):
@@ -383,7 +398,7 @@ def _write(
 
 def _paged_places(pages: HeadPages, row: int, slots: Tensor) -> _Places:
     """Where ``slots`` (``[H, m]`` int64) of a row's fronts lie."""
-    size = pages.layers[0].block_size
+    size = pages.page_size(row)
     own, fronts = sent(pages.ids[row], slots.device), sent(pages.fronts[row], slots.device)
     ids = own.gather(1, (slots // size).clamp(0, own.shape[1] - 1))
     exists = (slots >= 0) & (slots < fronts.unsqueeze(1))
@@ -397,6 +412,19 @@ def _front_places(pages: HeadPages, row: int, front: int | None = None) -> _Plac
     count = int(pages.fronts[row].max()) if front is None else front
     slots = torch.arange(count, device=pages.layers[0].device)
     return _paged_places(pages, row, slots.expand(pages.num_kv_heads, -1))
+
+
+def _front(pages: HeadPages, row: int, at: _Places) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values (``[H, m, d]`` float32) and log_votes (``[H, m]``) of a row's front."""
+    if not pages.is_coded(row):
+        keys, values, votes = (_read(pages.layers, name, at) for name in ("keys", "values", "log_votes"))
+        return keys.float(), values.float(), votes
+    layers = [layer.coded for layer in pages.layers]
+    keys, values = (
+        _read(layers, plane, at).float() * _read(layers, scales, at).float().unsqueeze(-1)
+        for plane, scales in (("keys", "key_scales"), ("values", "value_scales"))
+    )
+    return keys, values, _read(layers, "log_votes", at)
 
 
 def _block_places(cache: PagedKVCache, layer: int, blocks: Tensor, slots: Tensor) -> _Places:
@@ -534,6 +562,21 @@ def write_metadata(
         parts = plane.chunk(len(seq_layers.layer))
         for at, part in zip(_destinations(seq_layers, destination, places), parts, strict=True):
             _write(seq_layers.layers, name, at, part)
+
+
+def write_codes(
+    seq_layers: SequenceLayers, destination: HeadPages, keys: Tensor, values: Tensor, log_votes: Tensor
+) -> None:
+    """Writes the entries of coded fronts, whose places are ``[0, C)``: keys and values (``[H, C, d]`` float32, finite)
+    as codes, and ``log_votes`` (``[H, C]`` float32). destination: coded pages, of which places behind a head's front
+    are not written."""
+    layers = [layer.coded for layer in seq_layers.layers]
+    places = torch.arange(keys.shape[1], device=keys.device).expand_as(log_votes)
+    planes = dict(zip(("keys", "key_scales", "values", "value_scales"), (*coded(keys), *coded(values)), strict=True))
+    for name, plane in (planes | {"log_votes": log_votes}).items():
+        parts = plane.chunk(len(seq_layers.layer))
+        for at, part in zip(_destinations(seq_layers, destination, places), parts, strict=True):
+            _write(layers, name, at, part)
 
 
 def join_entries(
