@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_kvmerge.engine.messages import FrontReport
+from vllm_kvmerge.ops.types import CODED_ENTRIES
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.spec import CompressionSpec
 
@@ -63,9 +64,9 @@ class FrontSize:
     may_shrink: bool = False
 
     @classmethod
-    def even(cls, entries: int, block_size: int) -> "FrontSize":
-        """That of a front whose heads have equally many places, each its own part of every block."""
-        return cls(entries, entries, -(-entries // block_size))
+    def even(cls, entries: int, size: int) -> "FrontSize":
+        """That of a front whose heads have equally many places, each ``size`` in every block."""
+        return cls(entries, entries, -(-entries // size))
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class RequestCompression:
     compression scores (0: none), and how many are kept. ring_bytes, score_bytes: memory
     outside the pool for the newest queries and, up to the first compression, for the context's scores. total: tokens
     that the request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is
-    kept. num_layers: of the model. block_size: in tokens. is_uneven: heads have different budgets. has_pages: and pages
+    kept. num_layers: of the model. block_size: in tokens. front_size: entries of a head in a block of the front. is_uneven: heads have different budgets. has_pages: and pages
     of their own for what they hold. may_shrink: and what they hold depends on data.
 
     The policy's parts are queried once, in ``of``, so that none of them can raise during a step.
@@ -100,6 +101,7 @@ class RequestCompression:
     external_bytes: int
     num_layers: int
     block_size: int
+    front_size: int
     is_uneven: bool
     has_pages: bool
     may_shrink: bool
@@ -134,6 +136,7 @@ class RequestCompression:
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
             num_layers=limits.shape.num_layers,
             block_size=limits.block_size,
+            front_size=limits.block_size * (CODED_ENTRIES if config.front else 1),
             is_uneven=is_uneven,
             has_pages=is_uneven and limits.head_pages,
             may_shrink=is_uneven and limits.head_pages and not fills_budget,
@@ -266,19 +269,19 @@ class RequestCompression:
         the request was preempted. Raises PartError."""
         num_entries = self.num_entries(segments, num_tokens)
         places = num_entries if self.capacity is None else min(num_entries, self.capacity)
-        even = FrontSize.even(places, self.block_size)
+        even = FrontSize.even(places, self.front_size)
         if not self.is_uneven or num_entries <= self.budget:
             return even
         budgets = self.config.policy.layer_budgets(self.budget, num_entries, self.num_layers)
-        entries, num_blocks = self.budget, cdiv(self.budget, self.block_size)
+        entries, num_blocks = self.budget, cdiv(self.budget, self.front_size)
         if self.may_shrink:  # no head gets more entries than it has, each with at most one page that is not full
-            most = cdiv(segments.num_entries(num_tokens), self.block_size) + 1
-            num_blocks = min(num_blocks, max(most, cdiv(self.config.policy.min_budget, self.block_size)))
+            most = cdiv(segments.num_entries(num_tokens), self.front_size) + 1
+            num_blocks = min(num_blocks, max(most, cdiv(self.config.policy.min_budget, self.front_size)))
         if budgets is not None:
             entries = cdiv(sum(budgets), self.num_layers)
-            num_blocks = cdiv(entries, self.block_size)
+            num_blocks = cdiv(entries, self.front_size)
         if budgets is not None and self.capacity is None:  # layers that keep everything, to the last entry
-            num_blocks = cdiv(sum(cdiv(one, self.block_size) for one in budgets), self.num_layers)
+            num_blocks = cdiv(sum(cdiv(one, self.front_size) for one in budgets), self.num_layers)
         # Pages of other heads must not lie where ordinary tokens go. With as few tokens, there is nothing to save.
         room = self.covered(segments, num_tokens) // self.block_size
         if num_blocks > room and not segments.uneven_places:

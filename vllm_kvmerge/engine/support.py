@@ -78,6 +78,18 @@ def has_states(model: "ModelConfig") -> bool:
     return model.is_hybrid
 
 
+def front_obstacle(vllm_config: "VllmConfig") -> str | None:
+    """Why fronts cannot be in 8 bits (``front``); None: they can."""
+    model = vllm_config.model_config
+    obstacles = {
+        "GPUs yet": vllm_config.device_config.device_type != "cpu",
+        "models that keep one latent for keys and values (MLA)": model.use_mla,
+        "models with Mamba or linear-attention layers": has_states(model),
+        "caches of 8 bits": vllm_config.cache_config.cache_dtype in QUANTISED,
+    }
+    return next((what for what, is_there in obstacles.items() if is_there), None)
+
+
 def full_layer(model: "ModelConfig") -> "ModelArchitectureConfig":
     """Sizes of those layers that see all tokens; others may have heads of another size or number (Gemma 4)."""
     types = _layer_types(model)

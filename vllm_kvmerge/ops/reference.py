@@ -386,7 +386,11 @@ def _read(layers: Sequence[PagedKVCache] | Sequence[CodedPages], name: str, at: 
 
 
 def _write(
-    layers: Sequence[PagedKVCache] | Sequence[CodedPages], name: str, at: _Places, values: Tensor, wanted: Tensor | None = None
+    layers: Sequence[PagedKVCache] | Sequence[CodedPages],
+    name: str,
+    at: _Places,
+    values: Tensor,
+    wanted: Tensor | None = None,
 ) -> None:
     """Writes ``values`` (``[H, m, ...]``) to the places that exist and, if given, are ``wanted``."""
     for number, mask in at.by_layer(at.exists if wanted is None else at.exists & wanted):

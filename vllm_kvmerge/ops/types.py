@@ -474,7 +474,9 @@ class HeadPages:
 
     def __getitem__(self, rows: slice) -> "HeadPages":
         """The pages of some rows."""
-        return HeadPages(self.layers, self.ids[rows], self.fronts[rows], None if self.coded is None else self.coded[rows])
+        return HeadPages(
+            self.layers, self.ids[rows], self.fronts[rows], None if self.coded is None else self.coded[rows]
+        )
 
     def is_coded(self, row: int) -> bool:
         return self.coded is not None and bool(self.coded[row])

@@ -124,6 +124,11 @@ class CommonFields(BaseModel):
         description="bounded: compress again whenever the cache exceeds the budget by the interval. grow: compress "
         "once, at the end of the prompt (or context).",
     )
+    front: Literal["int8"] | None = Field(
+        None,
+        description="int8: what is kept of the prompt (or context) is stored in 8 bits, half the bytes of 16, with a "
+        "scale for each key and value; for caches that are compressed once (decode: grow). Default: in the cache's dtype.",
+    )
     positions: Positions = Field(
         "text",
         description="What RoPE counts. text: tokens. cache: entries, so that a request may exceed the model's "

@@ -413,6 +413,15 @@ def _conflicts(spec: CompressionSpec) -> list[Obstacle]:
     return [
         (repeats and spec.decode != "grow", "decode", parts, f"{scores}, got {spec.decode!r}", "'grow'"),
         (scores_once and is_refreshed, "refresh", parts, scores, "null"),
+        *((spec.front and is_there, field, fields, f"{what} with front {spec.front!r}, which is written once", allowed)
+          for is_there, field, what, allowed in (
+            (spec.decode != "grow", "decode", repr(spec.decode), "'grow'"),
+            (spec.prefill, "prefill", "chunks", "null"),
+            (is_refreshed, "refresh", "a refresh", "null"),
+            (spec.reuse, "reuse", repr(spec.reuse), "null"),
+            (is_pressed, "trigger", "'pressure'", "'budget'"),
+            (in_cache, "positions", "'cache'", "'text'"),
+        )),
         (spec.prefill and is_refreshed, "prefill", fields, f"chunks with a refresh, {whole}", "null"),
         (spec.prefill and repeats, "prefill", fields, f"chunks with {named}, {whole}", "null"),
         *((in_cache and is_there, "positions", fields, f"'cache' with {what}", "'text'") for is_there, what in (

@@ -42,8 +42,9 @@ def head_pages(rows: Sequence[BatchRow]) -> list[HeadPages] | None:
         if one is not None:
             ids[row, :, :, : one.ids.shape[2]] = one.ids
             fronts[row] = one.fronts
+    coded = torch.tensor([one is not None and one.coded is not None for one in pages])
     by_layer = zip(ids.transpose(0, 1).contiguous(), fronts.transpose(0, 1).contiguous(), strict=True)
-    return [HeadPages(first.layers, *one) for one in by_layer]
+    return [HeadPages(first.layers, *one, coded if coded.any() else None) for one in by_layer]
 
 
 def read_verified(

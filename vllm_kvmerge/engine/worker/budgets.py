@@ -56,7 +56,7 @@ class BudgetedLayers(WrittenLayers):
             batch.shares.extend(self._shares(batch))
         if batch.compactions[0].may_shrink:
             batch.fronts.extend(self._fronts(batch))
-        if batch.compactions[0].has_pages:
+        if batch.compactions[0].has_pages or batch.is_coded:
             batch.assignments.extend(self._assignments(batch))
 
     def _looks(self, batch: Batch, look: Callable[[Batch, list[SequenceLayer]], None]) -> Iterator[Unit]:
@@ -157,7 +157,7 @@ class BudgetedLayers(WrittenLayers):
                 arriving = Arriving.of(found)
                 batch.budget_data.extend(arriving[index] for index in range(count))
             budgets = [self._usable_budgets(index, found, batch) for index in range(count)]
-        room = plan.share_blocks, self.block_size, policy.min_budget, plan.new_front
+        room = plan.share_blocks, self.page_size(batch), policy.min_budget, plan.new_front
         return [
             compaction.filled(fitted_budgets(policy.allocator, one, self.num_kv_heads, *room))
             for compaction, one in zip(batch.compactions, budgets, strict=True)
@@ -186,8 +186,8 @@ class BudgetedLayers(WrittenLayers):
     def _fronts(self, batch: Batch) -> list[FrontReport]:
         """What the shares of each request come to: as many blocks as the tensor-parallel worker takes that needs most,
         and the mean of all workers' entries."""
-        num_lanes = len(self.layers) * self.num_kv_heads
-        pages = [sum(-(-share // self.block_size) for share in shares) for shares in batch.shares]
+        num_lanes, size = len(self.layers) * self.num_kv_heads, self.page_size(batch)
+        pages = [sum(-(-share // size) for share in shares) for shares in batch.shares]
         needed = [(-(-count // num_lanes), sum(shares)) for count, shares in zip(pages, batch.shares, strict=True)]
         by_head = torch.tensor([needed], device="cpu")
         if not self.is_alone:
@@ -197,15 +197,16 @@ class BudgetedLayers(WrittenLayers):
         return [FrontReport(one.plan.seq_len, count, math.ceil(total / num_lanes)) for one, count, total in numbers]
 
     def _assignments(self, batch: Batch) -> list[PageAssignment]:
-        """New pages for the heads of each request."""
+        """New pages for the heads of each request. A coded front has some even if heads are alike."""
+        alike = [[one.plan.new_front] * (len(self.layers) * self.num_kv_heads) for one in batch.compactions]
         allocator = batch.policy.allocator
         within_layers = allocator.splits_heads and allocator.fills_budget and not allocator.pools_layers
         blocks = [one.plan.blocks for one in batch.compactions]
         if batch.fronts:
             blocks = [some[: front.num_blocks] for some, front in zip(blocks, batch.fronts, strict=True)]
         return [
-            PageAssignment.of(self.layers, shares, one.plan.new_front, some, one.pages, within_layers)
-            for one, shares, some in zip(batch.compactions, batch.shares, blocks, strict=True)
+            PageAssignment.of(self.layers, shares, one.plan.new_front, some, one.pages, within_layers, batch.is_coded)
+            for one, shares, some in zip(batch.compactions, batch.shares or alike, blocks, strict=True)
         ]
 
     def parts(self, batch: Batch) -> Iterator[list[SequenceLayer]]:

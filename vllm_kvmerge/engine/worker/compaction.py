@@ -44,7 +44,8 @@ class Compaction:
     its last compaction, if that is known. moves_keys: RoPE counts entries of the cache, so that keys are turned as
     these move up. has_pages: heads get pages of their own in the plan's blocks, and places that a head has no room for
     are empty. settles_shares: budgets of heads that follow data are computed and used by this compaction, which waits
-    for a GPU; otherwise it uses what the last one has computed, and computes them for the next."""
+    for a GPU; otherwise it uses what the last one has computed, and computes them for the next. is_coded: the new front
+    is one of ``CodedPages``."""
 
     plan: Compress
     policy: CompressionPolicy
@@ -60,6 +61,7 @@ class Compaction:
     tail: int = 0
     has_pages: bool = False
     settles_shares: bool = True
+    is_coded: bool = False
 
     @property
     def may_shrink(self) -> bool:
@@ -177,6 +179,10 @@ class Batch:
     @property
     def moves_keys(self) -> bool:
         return self.compactions[0].moves_keys
+
+    @property
+    def is_coded(self) -> bool:
+        return self.compactions[0].is_coded
 
     @property
     def settles_shares(self) -> bool:

@@ -12,7 +12,7 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.engine.worker.compaction import Batch, Numbers, SequenceLayer, numbers_of
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, HeadPages, PagedKVCache, SequenceLayers, Softmax
-from vllm_kvmerge.ops.types import sent
+from vllm_kvmerge.ops.types import CODED_ENTRIES, sent
 from vllm_kvmerge.policies import CompressionContext, Heads, Queries
 from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.policies.rotation import Rotation
@@ -52,6 +52,10 @@ class CachedLayers:
     @property
     def block_size(self) -> int:
         return self.layers[0].block_size
+
+    def page_size(self, batch: Batch) -> int:
+        """Entries of a page of the new fronts."""
+        return self.block_size * (CODED_ENTRIES if batch.is_coded else 1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -184,7 +188,8 @@ class CachedLayers:
         layers = [one.layer for one in seq_layers]
         ids = torch.stack([pages.ids[layer] for pages, layer in zip(requests, layers, strict=True)])
         fronts = torch.stack([pages.fronts[layer] for pages, layer in zip(requests, layers, strict=True)])
-        return HeadPages(self.layers, ids, fronts)
+        coded = None if requests[0].coded is None else torch.ones(len(layers), dtype=torch.bool)
+        return HeadPages(self.layers, ids, fronts, coded)
 
     def numbers(self, seq_layers: list[SequenceLayer]) -> Numbers:
         return numbers_of(tuple(seq_layers), self.num_kv_heads)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
+from vllm_kvmerge.ops.types import CODED_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,16 @@ class PageAssignment:
         blocks: Sequence[int],
         before: HeadPages | None,
         within_layers: bool,
+        is_coded: bool = False,
     ) -> "PageAssignment":
         """Assigns the pages of ``blocks`` (ids) to heads.
 
         shares: entries of each head, layer by layer, which fit. num_places: the most that any head can hold. before:
         the pages that heads have now; None: an ordinary front, or none. within_layers: a layer's heads only take pages
-        from each other.
+        from each other. is_coded: the pages are coded ones.
         """
-        num_heads, size = layers[0].num_kv_heads, layers[0].block_size
+        num_heads, coded = layers[0].num_kv_heads, torch.ones(len(layers), dtype=torch.bool) if is_coded else None
+        size = layers[0].block_size * (CODED_ENTRIES if is_coded else 1)
         num_lanes = len(layers) * num_heads
         fronts = np.asarray(shares)
         counts, width = -(-fronts // size), -(-num_places // size)
@@ -68,7 +71,8 @@ class PageAssignment:
         shape = len(layers), num_heads
         of_heads = torch.from_numpy(ids[:, :width]).reshape(*shape, width)
         grows = torch.from_numpy(wanted.any(1)).reshape(shape)
-        return cls(HeadPages(layers, of_heads, torch.from_numpy(fronts).reshape(shape)), grows, within_layers)
+        assigned = HeadPages(layers, of_heads, torch.from_numpy(fronts).reshape(shape), coded)
+        return cls(assigned, grows, within_layers)
 
 
 def moved(pages: HeadPages, sources: Sequence[int], targets: Sequence[int]) -> HeadPages:
@@ -77,7 +81,7 @@ def moved(pages: HeadPages, sources: Sequence[int], targets: Sequence[int]) -> H
     blocks, lanes = pages.ids // num_lanes, pages.ids % num_lanes
     copies = torch.arange(max(int(blocks.max()), *sources) + 1)
     copies[torch.tensor(sources)] = torch.tensor(targets)
-    return HeadPages(pages.layers, copies[blocks] * num_lanes + lanes, pages.fronts)
+    return HeadPages(pages.layers, copies[blocks] * num_lanes + lanes, pages.fronts, pages.coded)
 
 
 def _own_pages(

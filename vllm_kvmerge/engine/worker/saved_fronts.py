@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
-from vllm_kvmerge.ops.types import sent
+from vllm_kvmerge.ops.types import CODED_ENTRIES, sent
 
 SAMPLE = 256
 """Numbers of each parameter by which models are told apart."""
@@ -59,6 +59,8 @@ def front_tensors(
         place[torch.tensor(blocks)] = torch.arange(len(blocks))
         tensors["pages.ids"] = place[pages.ids // num_lanes] * num_lanes + pages.ids % num_lanes
         tensors["pages.fronts"] = pages.fronts.clone()
+        if pages.coded is not None:
+            tensors["pages.coded"] = pages.coded
     return tensors
 
 
@@ -145,7 +147,8 @@ def restore_front(
     num_lanes = len(layers) * layers[0].num_kv_heads
     if "pages.ids" in tensors:
         ids, counts = tensors["pages.ids"], tensors.get("pages.fronts")
-        heads, room = (len(layers), layers[0].num_kv_heads), ids.shape[-1] * layers[0].block_size
+        size = layers[0].block_size * (CODED_ENTRIES if "pages.coded" in tensors else 1)
+        heads, room = (len(layers), layers[0].num_kv_heads), ids.shape[-1] * size
         is_ours = ids.shape[:2] == heads and counts is not None and counts.shape == heads
         if not is_ours or not 0 <= counts.min() <= counts.max() <= room:  # type: ignore[union-attr]
             raise SavedFrontError("its heads' pages are not those of this model")
@@ -165,7 +168,8 @@ def restore_front(
     pages = None
     if "pages.ids" in tensors:
         places, lanes = tensors["pages.ids"] // num_lanes, tensors["pages.ids"] % num_lanes
-        pages = HeadPages(layers, torch.tensor(blocks)[places] * num_lanes + lanes, tensors["pages.fronts"])
+        ids = torch.tensor(blocks)[places] * num_lanes + lanes
+        pages = HeadPages(layers, ids, tensors["pages.fronts"], tensors.get("pages.coded"))
     return pages, others
 
 

@@ -11,7 +11,7 @@ from vllm_kvmerge.engine.worker.cache_positions import moves
 from vllm_kvmerge.engine.worker.compaction import FEWEST, MOST, Batch, SequenceLayer
 from vllm_kvmerge.engine.worker.gather import CachedLayers
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
-from vllm_kvmerge.ops import ROW_PLANES, HeadPages, Rows, SequenceLayers
+from vllm_kvmerge.ops import ROW_PLANES, HeadPages, PlaneName, Rows, SequenceLayers
 from vllm_kvmerge.ops.types import Destination, sent
 from vllm_kvmerge.policies import CacheUpdate, CompressionResult
 
@@ -36,9 +36,13 @@ class WrittenLayers(CachedLayers):
         written: Iterable[tuple[Destination, Tensor | None]] = [(blocks, None)]
         if batch.assignments:
             written = self._destinations(seq_layers, batch, rounds)
+        entries = _new_rows(source, update.kept, rows) if batch.is_coded else None
         for destination, heads in written:
             count(batch.counts, index, by_head, heads)
-            if batch.complete is None:
+            if entries is not None:
+                assert isinstance(destination, HeadPages)
+                ops.write_codes(self.layers_of(seq_layers, blocks), destination, *entries, update.metadata[0])
+            elif batch.complete is None:
                 ops.merge_entries(source, destination, update.kept, update.metadata, rows)
             else:
                 self._restore(source, self.layers_of(seq_layers, blocks), destination, update, rows)
@@ -76,6 +80,21 @@ class WrittenLayers(CachedLayers):
         ``QueryRing.move``)."""
         if self.rotation is not None:
             ring.move(self.rotation, seq_len, before, after)
+
+
+def _new_rows(source: SequenceLayers, kept: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Keys and values of the places ``[0, C)``, ``[H, C, d]`` float32: those of ``kept`` entries (``[H, C]``), or new
+    ones."""
+    count = kept.shape[1]
+
+    def of_places(plane: PlaneName, new: Tensor | None) -> Tensor:
+        found = ops.gather_rows(source, plane, kept)
+        if new is None:
+            return found
+        index = rows.places.where(rows.places >= 0, count).unsqueeze(-1).expand_as(new)
+        return torch.nn.functional.pad(found, (0, 0, 0, 1)).scatter_(1, index, new)[:, :count]
+
+    return of_places("keys", rows.keys), of_places("values", rows.values)
 
 
 def count(counts: Tensor, index: Tensor, by_head: Tensor, heads: Tensor | None) -> None:
