@@ -45,6 +45,31 @@ def test_bytes_are_those_of_the_average(engine):
     engine.assert_empty()
 
 
+CODED = [
+    {"policy": "snapkv"},
+    {"policy": "snapkv", "merger": "zip"},
+    {"policy": "adakv"},
+    {"policy": "kvzip", "context_tokens": 1400, "allocator": "uniform"},
+    {"policy": "snapkv", "budget": {"threshold": 0.004, "max": 0.3}},
+]
+
+
+def test_fronts_in_8_bits_take_half_the_bytes(engine):
+    """And have almost the same probabilities."""
+    prompt = random_prompt(np.random.default_rng(9), 1500)
+    asked = [{"budget": 0.3, "decode": "grow"} | fields | front for fields in CODED for front in ({}, {"front": "int8"})]
+    outputs = engine.generate([prompt] * len(asked), [reported(prompt[:8], fields) for fields in asked])
+    for number, fields in enumerate(CODED):
+        plain, coded = outputs[2 * number : 2 * number + 2]
+        held = [output.kv_transfer_params[REPORT_KEY]["mean_bytes"] for output in (plain, coded)]
+        # Beside the front: what came after it, up to 100 tokens of a question among it.
+        blocks = [num_bytes / BYTES_PER_BLOCK for num_bytes in held]
+        assert 0.4 * blocks[0] < blocks[1] < 0.5 * blocks[0] + 3.5, fields
+        differences = np.abs(np.subtract(logprobs(plain), logprobs(coded)))
+        assert 0 < differences.max() < 0.05, fields
+    engine.assert_empty()
+
+
 THRESHOLDS = [
     {"policy": "snapkv", "decode": "grow", "budget": {"threshold": 0.004, "max": 0.6}},
     {"policy": "keepkv", "interval": 16, "budget": {"threshold": 0.01, "max": 0.5}},

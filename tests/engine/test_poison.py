@@ -31,6 +31,7 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
     "decay": (0.5, 0.99),
     "merger": ("drop", "attention_matching", "zip"),
     "decode": ("bounded", "grow"),
+    "front": ("int8",),
     "positions": ("text", "cache"),
     "refresh": ({"every": 20, "queries": 8},),
     "skip_layers": (1,),

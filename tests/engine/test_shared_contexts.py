@@ -35,6 +35,8 @@ FIELDS = {
     "bounded threshold": ("h2o", {"budget": {"threshold": 0.01, "max": 0.5}, "decode": "bounded"}),
     "bounded adakv": ("adakv", {"decode": "bounded"}),
     "matching": ("keydiff", {"merger": "attention_matching"}),
+    "8 bits": ("snapkv", {"front": "int8", "merger": "zip", "decode": "grow"}),
+    "8 bits of uneven heads": ("kvzip", {"front": "int8"}),
     "protect": ("keepkv", {"protect": {"tokens": [[10, 40]]}}),
     "positions": ("morphkv", {"positions": "cache"}),
     "positions of uneven heads": ("adakv", {"positions": "cache", "decode": "bounded"}),
