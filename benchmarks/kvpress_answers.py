@@ -37,7 +37,6 @@ def build(spec: Any, kvzap: str | None) -> Any:
 
 class Model:
     def __init__(self, path: str, dtype: str, kvzap: str | None) -> None:
-        import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 

@@ -1,8 +1,8 @@
 """Scores of kvpress and of this package on the same prompts: ``python benchmarks/kvpress_scores.py --kvpress PYTHON``.
 
 PYTHON is that of an environment made from ``requirements-kvpress.txt``. Both sides answer greedily, in the type of the
-configuration's engine (float32 unless it says), with the same number of entries per KV head, and each method's
-parameters are given to both so that both compute the same; what could not be made equal is said below the table. With ``--own`` both have their own settings instead, at the same number
+configuration's engine (default: float32), with the same number of entries per KV head, and each method's parameters are
+given to both so that both compute the same; what could not be made equal is said below the table. With ``--own`` both have their own settings instead, at the same number
 of entries. ``aware``: the whole prompt is compressed, its question included.
 ``agnostic``: the context alone is, and the question is read after that, as kvpress's pipeline does.
 

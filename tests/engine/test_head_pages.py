@@ -57,7 +57,9 @@ CODED = [
 def test_fronts_in_8_bits_take_half_the_bytes(engine):
     """And have almost the same probabilities."""
     prompt = random_prompt(np.random.default_rng(9), 1500)
-    asked = [{"budget": 0.3, "decode": "grow"} | fields | front for fields in CODED for front in ({}, {"front": "int8"})]
+    asked = [
+        {"budget": 0.3, "decode": "grow"} | fields | front for fields in CODED for front in ({}, {"front": "int8"})
+    ]
     outputs = engine.generate([prompt] * len(asked), [reported(prompt[:8], fields) for fields in asked])
     for number, fields in enumerate(CODED):
         plain, coded = outputs[2 * number : 2 * number + 2]

@@ -18,7 +18,13 @@ from vllm_kvmerge.engine.contexts import CONTEXT_KEY, call_contexts
 from vllm_kvmerge.engine.saved_contexts import ABANDONED, UNFINISHED, SavedContexts
 
 CONTEXT, QUESTION, ANSWER = 430, 25, 20
-POLICIES = {"snapkv": {}, "h2o": {}, "adakv": {"decode": "bounded"}, "kvzip": {"front": "int8"}, "morphkv": {"decode": "bounded"}}
+POLICIES = {
+    "snapkv": {},
+    "h2o": {},
+    "adakv": {"decode": "bounded"},
+    "kvzip": {"front": "int8"},
+    "morphkv": {"decode": "bounded"},
+}
 
 
 class Client:

@@ -12,7 +12,6 @@ from vllm_kvmerge.ops import (
     ScoreMode,
     SequenceLayers,
     cell_bytes,
-    cpu,
     reference,
 )
 from vllm_kvmerge.ops.types import Softmax, coded

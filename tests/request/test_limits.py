@@ -17,7 +17,7 @@ LLAMA_8B = ModelShape(
 DEMO = ModelShape(
     num_layers=4, num_kv_heads=2, group_size=4, head_size=32, hidden_size=256, item_size=2, has_surrogate=True
 )
-LIMITS = Limits(None, 256 << 20, 5.0, DEMO, block_size=32, max_model_len=32768)
+LIMITS = Limits(None, 256 << 20, 5.0, DEMO, block_size=32, max_model_len=32768, head_pages=True)
 
 
 def config(policy: str, **fields: Any) -> CompressionSpec:
@@ -46,6 +46,8 @@ SINKS = {"has_sinks": True}
 WINDOWS = {"has_windows": True, "window_rotation_obstacle": "declares no RoPE of its chunked-local layers"}
 STATES = {"has_states": True}
 COMPILED = {"hidden_states_obstacle": "compiles the model"}
+LATENT = {"front_obstacle": "models that keep one latent for keys and values (MLA)"}
+CODED = {"policy": "snapkv", "front": "int8"}
 BARE = {"has_surrogate": False}
 MORPHKV_MAX = {"policy": "morphkv", "group_fusion": "max"}
 PRESSED = {"policy": "h2o", "trigger": "pressure"}
@@ -75,6 +77,7 @@ REFUSED = [
     (STATES, PRESSED, "trigger", "linear-attention layers; allowed: "),
     (STATES, {"policy": "h2o", "reuse": "turns"}, "reuse", "linear-attention layers; allowed: "),
     (STATES, "kvzip", "tracker", "linear-attention layers; allowed: "),
+    (LATENT, CODED, "front", "'int8' is not for models that keep one latent.*; allowed: null"),
     (BARE, "kvzap", "tracker", "'predicted' needs a KVzap model, .* allowed: another tracker, or on .* --kvzap"),
     (COMPILED, "kvzap", "tracker", COMPILES),
     (COMPILED, NORMALIZED, "normalized", COMPILES),
@@ -95,7 +98,7 @@ def test_what_the_model_does_not_allow_is_refused(traits, asked, param: str, sai
     LIMITS.check(request_, 4000, 100)
 
 
-@pytest.mark.parametrize("traits", [M_ROPE, CAPPED, SINKS, WINDOWS, STATES, COMPILED, BARE], ids=str)
+@pytest.mark.parametrize("traits", [M_ROPE, CAPPED, SINKS, WINDOWS, STATES, LATENT, COMPILED, BARE], ids=str)
 def test_what_the_model_allows_passes(traits: dict[str, Any]) -> None:
     refused = [asked for some, asked, _, _ in REFUSED if some == traits]
     for asked in (*PRESETS, MORPHKV_MAX, PRESSED, {"policy": "kvzap", "tracker": "sum"}):

@@ -180,6 +180,23 @@ REFUSALS = [
             "'uniform', some of whose layers keep all entries": {"policy": "snapkv", "skip_layers": 1},
         }.items()
     ),
+    ({"policy": "h2o", "front": "int8"}, "decode", "incompatible_fields", ["'bounded' with front 'int8'", "'grow'"]),
+    ({"policy": "h2o", "front": "int2"}, "front", "invalid_value", ["'int8'", "'int2'"]),
+    *(
+        (
+            {"policy": "snapkv", "front": "int8", field: value},
+            field,
+            "incompatible_fields",
+            ["with front 'int8'", allowed],
+        )
+        for field, value, allowed in [
+            ("prefill", {"chunk": 9}, "null"),
+            ("refresh", {"every": 9}, "null"),
+            ("reuse", "turns", "null"),
+            ("trigger", "pressure", "'budget'"),
+            ("positions", "cache", "'text'"),
+        ]
+    ),
     ({"policy": "h2o", "refresh": {"every": "9"}}, "refresh.every", "wrong_type", ["'9'", "integer"]),
     ({"policy": "h2o", "refresh": {"every": 9, "queries": 0}}, "refresh.queries", "invalid_value", ["equal to 1"]),
     ({"policy": "h2o", "refresh": {"every": 9, "x": 0}}, "refresh.x", "unknown_field", ["every, queries"]),

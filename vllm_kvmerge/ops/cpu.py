@@ -131,7 +131,7 @@ def paged_attention(
     if window:  # vLLM's own operator attends in a window on the CPU
         reference.paged_attention(query, cache, batch, scale, output, softmax, window, chunked)
         return
-    pages = ([], None, None, None)
+    pages: tuple[Any, ...] = [], None, None, None
     if batch.pages is not None:
         pages = _keys(batch.pages.layers), *_pages(batch.pages), batch.pages.coded
     scale *= cache.key_scale

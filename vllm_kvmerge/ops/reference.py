@@ -132,6 +132,7 @@ def paged_attention(
             tail = max(tail, _first_seen(seq_len - length, window, chunked))
         keys, values = _keys_and_values(cache, blocks, front, tail, seq_len)
         if at is not None:
+            assert batch.pages is not None
             front_keys, front_values, votes = _front(batch.pages, number, at)
             keys = torch.cat([front_keys.transpose(1, 2).to(keys.dtype), keys], 2)
             values = torch.cat([front_values, values], 1)

@@ -126,8 +126,8 @@ class CommonFields(BaseModel):
     )
     front: Literal["int8"] | None = Field(
         None,
-        description="int8: what is kept of the prompt (or context) is stored in 8 bits, half the bytes of 16, with a "
-        "scale for each key and value; for caches that are compressed once (decode: grow). Default: in the cache's dtype.",
+        description="int8: what is kept of the prompt (or context) is stored in 8 bits with a scale for each key and "
+        "value; needs decode grow. Default: in the cache's dtype.",
     )
     positions: Positions = Field(
         "text",
