@@ -2,9 +2,9 @@
 
 PYTHON is that of an environment made from ``requirements-kvpress.txt``. Both sides answer greedily, in the type of the
 configuration's engine (default: float32), with the same number of entries per KV head, and each method's parameters are
-given to both so that both compute the same; what could not be made equal is said below the table. With ``--own`` both have their own settings instead, at the same number
-of entries. ``aware``: the whole prompt is compressed, its question included.
-``agnostic``: the context alone is, and the question is read after that, as kvpress's pipeline does.
+given to both so that both compute the same; what could not be made equal is said below the table. With ``--own`` both
+have their own settings instead, at the same number of entries. ``aware``: the whole prompt is compressed, its question
+included. ``agnostic``: the context alone is, and the question is read after that, as kvpress's pipeline does.
 
 A row agrees if the 95% interval of the scores' difference, prompt by prompt, holds 0. Kept alike: entries (layer, KV
 head, position) that both sides keep, as a share of what the side keeps that keeps more. Same order: as a share of what

@@ -93,6 +93,9 @@ struct Chunk {
   float* accumulator;
   int64_t acc_stride;
   Prefetcher* ahead;
+  // Where queries and weights are whole numbers: what a row's are times, and [rows, acc_stride] sums.
+  const float *query_units = nullptr, *weight_units = nullptr;
+  float* products = nullptr;
 };
 
 // Calls f.rows<N>(r) for groups of N rows from r on, N a power of two up to `Largest`.
@@ -242,19 +245,52 @@ void chunk_values(const Chunk<T, float>& c) {
 constexpr bool kHasPairs = true;
 constexpr int kCachedBytes = 16384;
 
-inline __m512bh pair_of(const BF16* p) {
+// Codes are multiplied as whole numbers of 16 bits and added in 32, where 512 products of 14 and 7 bits have room.
+constexpr float kLargestInt = 16383.0f;
+
+template <class T>
+struct PairsOf {
+  typedef BF16 Factor;
+  typedef __m512 Sum;
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static Sum load_sum(const float* p) { return _mm512_loadu_ps(p); }
+  static void store_sum(float* p, Sum x) { _mm512_storeu_ps(p, x); }
+  static __m512i load(const BF16* p, bool masked) {
+    return masked ? _mm512_maskz_loadu_epi16(0xffffu, p) : _mm512_loadu_si512(p);
+  }
+  static Sum add(Sum sum, __m512i x, __m512i factor) {
+    return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(x), bit_cast<__m512bh>(factor));
+  }
+};
+template <>
+struct PairsOf<I8> {
+  typedef int16_t Factor;
+  typedef __m512i Sum;
+  static Sum zero() { return _mm512_setzero_si512(); }
+  static Sum load_sum(const float* p) { return _mm512_loadu_si512(p); }
+  static void store_sum(float* p, Sum x) { _mm512_storeu_si512(p, x); }
+  static __m512i load(const I8* p, bool masked) {
+    if (masked) return _mm512_cvtepi8_epi16(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Sum add(Sum sum, __m512i x, __m512i factor) { return _mm512_dpwssd_epi32(sum, x, factor); }
+};
+
+template <class Factor>
+inline __m512i pair_of(const Factor* p) {
   int32_t pair;
   __builtin_memcpy(&pair, p, sizeof pair);
-  return bit_cast<__m512bh>(_mm512_set1_epi32(pair));
+  return _mm512_set1_epi32(pair);
 }
 
 // acc[r, columns] += sum over pairs of rows i, i + 1 < count of q[r, i] x[i] + q[r, i + 1] x[i + 1]
-template <int W, bool kMasked = false>
+template <class T, int W, bool kMasked = false>
 struct PairProducts {
-  const BF16* x;
+  typedef PairsOf<T> P;
+  const T* x;
   int64_t stride;
   int count;
-  const BF16* q;
+  const typename P::Factor* q;
   int64_t q_stride;
   float* acc;
   int64_t acc_stride;
@@ -262,81 +298,82 @@ struct PairProducts {
   Prefetcher* ahead;
   template <int N>
   inline void rows(int first) const {
-    __m512 low[N][W], high[N][W];
+    typename P::Sum low[N][W], high[N][W];
+    constexpr int kLines = W * sizeof(T);  // of a pair of rows
     float* out = acc + first * acc_stride;
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r)
 #pragma GCC unroll 8
       for (int w = 0; w < W; ++w) {
-        low[r][w] = from_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * acc_stride + w * 32);
-        high[r][w] = from_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * acc_stride + w * 32 + 16);
+        low[r][w] = from_zero ? P::zero() : P::load_sum(out + r * acc_stride + w * 32);
+        high[r][w] = from_zero ? P::zero() : P::load_sum(out + r * acc_stride + w * 32 + 16);
       }
-    const BF16* query = q + first * q_stride;
-    const char* touched = ahead && first == 0 ? ahead->claim(count * W) : kZeros;
+    const typename P::Factor* query = q + first * q_stride;
+    const char* touched = ahead && first == 0 ? ahead->claim(count * kLines / 2) : kZeros;
     const int64_t step = touched == kZeros ? 0 : 64;
     for (int i = 0; i < count; i += 2) {
-      const BF16 *even = x + i * stride, *odd = even + stride;
+      const T *even = x + i * stride, *odd = even + stride;
 #pragma GCC unroll 8
       for (int w = 0; w < W; ++w) {
-        const __m512i a = kMasked ? _mm512_maskz_loadu_epi16(0xffffu, even) : _mm512_loadu_si512(even + w * 32);
-        const __m512i b = kMasked ? _mm512_maskz_loadu_epi16(0xffffu, odd) : _mm512_loadu_si512(odd + w * 32);
-        const __m512bh ab_low = bit_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
-        const __m512bh ab_high = bit_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
+        const __m512i a = P::load(even + w * 32, kMasked), b = P::load(odd + w * 32, kMasked);
+        const __m512i ab_low = _mm512_unpacklo_epi16(a, b), ab_high = _mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 8
         for (int r = 0; r < N; ++r) {
-          const __m512bh pair = pair_of(query + r * q_stride + i);
-          low[r][w] = _mm512_dpbf16_ps(low[r][w], ab_low, pair);
-          high[r][w] = _mm512_dpbf16_ps(high[r][w], ab_high, pair);
+          const __m512i pair = pair_of(query + r * q_stride + i);
+          low[r][w] = P::add(low[r][w], ab_low, pair);
+          high[r][w] = P::add(high[r][w], ab_high, pair);
         }
       }
 #pragma GCC unroll 8
-      for (int w = 0; w < 2 * W; w += Prefetcher::kStep) prefetch(touched + w * step);
-      touched += 2 * W * step;
+      for (int w = 0; w < kLines; w += Prefetcher::kStep) prefetch(touched + w * step);
+      touched += kLines * step;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r)
 #pragma GCC unroll 8
       for (int w = 0; w < W; ++w) {
-        _mm512_storeu_ps(out + r * acc_stride + w * 32, low[r][w]);
-        _mm512_storeu_ps(out + r * acc_stride + w * 32 + 16, high[r][w]);
+        P::store_sum(out + r * acc_stride + w * 32, low[r][w]);
+        P::store_sum(out + r * acc_stride + w * 32 + 16, high[r][w]);
       }
   }
 };
 
 // acc[r, e] += sum_i q[r, i] x[i, e] for `width` columns e, a few rows of x after the other.
-template <int W>
-inline void multiply(const BF16* x, int64_t stride, int count, int width, const BF16* q, int64_t q_stride, int rows,
-                     float* acc, int64_t acc_stride, bool from_zero, Prefetcher* ahead) {
+template <class T, int W>
+inline void multiply(const T* x, int64_t stride, int count, int width, const typename PairsOf<T>::Factor* q,
+                     int64_t q_stride, int rows, float* acc, int64_t acc_stride, bool from_zero, Prefetcher* ahead) {
   const int step = width <= W * 32 ? count : static_cast<int>(max64(2, kCachedBytes / (2 * width) & ~1));
   for (int i = 0; i < count; i += step) {
     const int some = static_cast<int>(min64(step, count - i));
     const bool zero = from_zero && i == 0;
-    const BF16 *block = x + i * stride, *weights = q + i;
+    const T* block = x + i * stride;
+    const typename PairsOf<T>::Factor* weights = q + i;
     int e = 0;
     for (; e + W * 32 <= width; e += W * 32)
       for_row_groups<8 / W>(
-          rows, PairProducts<W>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
+          rows, PairProducts<T, W>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
     if constexpr (W > 2)
       if (e + 64 <= width) {
         for_row_groups<4>(
-            rows, PairProducts<2>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
+            rows, PairProducts<T, 2>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
         e += 64;
       }
     if constexpr (W > 1)
       if (e + 32 <= width) {
         for_row_groups<8>(
-            rows, PairProducts<1>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
+            rows, PairProducts<T, 1>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
         e += 32;
       }
     if (e < width)  // 16 columns
       for_row_groups<8>(
-          rows, PairProducts<1, true>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
+          rows, PairProducts<T, 1, true>{block + e, stride, some, weights, q_stride, acc + e, acc_stride, zero, ahead});
   }
 }
 
-inline void multiply(const BF16* x, int64_t stride, int count, int width, const BF16* q, int64_t q_stride, int rows,
-                     float* acc, int64_t acc_stride, bool from_zero, Prefetcher* ahead) {
-  const auto run = rows >= 8 ? multiply<1> : rows >= 4 ? multiply<2> : multiply<4>;
+template <class T>
+inline void multiply(const T* x, int64_t stride, int count, int width, const typename PairsOf<T>::Factor* q,
+                     int64_t q_stride, int rows, float* acc, int64_t acc_stride, bool from_zero, Prefetcher* ahead) {
+  const auto run = rows >= 8 ? multiply<T, 1> : rows >= 4 ? multiply<T, 2> : multiply<T, 4>;
   run(x, stride, count, width, q, q_stride, rows, acc, acc_stride, from_zero, ahead);
 }
 
@@ -415,6 +452,11 @@ void key_products(const Chunk<T, BF16>& c, const Run& run, const T* k) {
   }
 }
 
+inline void key_products(const Chunk<I8, int16_t>& c, const Run& run, const I8* k) {
+  multiply(k, c.block_size, c.head_size, run.count * kTile, c.query, c.head_size, c.rows, c.logits + run.first * kTile,
+           kChunk, true, c.ahead);
+}
+
 // 32 columns that are interleaved, in order, times `scale`.
 inline void in_order(const float* x, __m512 scale, __m512* first, __m512* second) {
   const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -437,6 +479,52 @@ void chunk_logits(const Chunk<T, BF16>& c) {
       _mm512_storeu_ps(x, first);
       _mm512_storeu_ps(x + 16, second);
     }
+}
+
+void chunk_logits(const Chunk<I8, int16_t>& c) {
+  for (int i = 0; i < c.num_runs; ++i) key_products(c, c.runs[i], c.keys[i]);
+  const Run& last = c.runs[c.num_runs - 1];
+  for (int r = 0; r < c.rows; ++r) {
+    const __m512 scale = _mm512_set1_ps(c.scale * c.query_units[r]);
+    for (int t = 0; t < (last.first + last.count) * kTile; t += kTile) {
+      float* x = c.logits + r * kChunk + t;
+      for (int v = 0; v < kTile; v += 16) _mm512_storeu_ps(x + v, _mm512_cvtepi32_ps(_mm512_loadu_si512(x + v)));
+      __m512 first, second;
+      in_order(x, scale, &first, &second);
+      _mm512_storeu_ps(x, first);
+      _mm512_storeu_ps(x + 16, second);
+    }
+  }
+}
+
+// Whole numbers for 16 of a row's.
+inline void to_ints(const float* x, float scale, int16_t* out) {
+  const __m512i y = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(scale)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(y));
+}
+
+// Weights of a row, which become whole numbers times what is returned. width: a multiple of 16.
+inline float ints_of(const float* x, int width, int16_t* out) {
+  __m512 most = _mm512_setzero_ps();
+  for (int i = 0; i < width; i += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
+  const float largest = _mm512_reduce_max_ps(most), scale = largest > 0.0f ? kLargestInt / largest : 0.0f;
+  for (int i = 0; i < width; i += 16) to_ints(x + i, scale, out + i);
+  return largest / kLargestInt;
+}
+
+void chunk_values(const Chunk<I8, int16_t>& c) {
+  for (int i = 0; i < c.num_runs; ++i) {  // codes that share a pair with the last live one weigh nothing
+    const Run& run = c.runs[i];
+    multiply(c.values[i], c.head_size, run.hi + run.hi % 2, c.head_size, c.weights + run.first * kTile, kChunk, c.rows,
+             c.products, c.acc_stride, i == 0, c.ahead);
+  }
+  for (int r = 0; r < c.rows; ++r) {
+    const __m512 unit = _mm512_set1_ps(c.weight_units[r]);
+    for (int64_t e = r * c.acc_stride; e < (r + 1) * c.acc_stride; e += 16) {
+      const __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512(c.products + e));
+      _mm512_storeu_ps(c.accumulator + e, _mm512_fmadd_ps(product, unit, _mm512_loadu_ps(c.accumulator + e)));
+    }
+  }
 }
 
 // Adds `count` rows of V, an even number.
@@ -677,13 +765,17 @@ inline Way way_of(DType cache, DType query, int rows, int64_t total_queries) {
   return cache == DType::e4m3 || rows > 1 ? Way::pairs : Way::floats;
 }
 
-template <Way kWay>
+template <class T, Way kWay>
 struct Operand {  // what queries and weights are kept as
   typedef BF16 type;
 };
-template <>
-struct Operand<Way::floats> {
+template <class T>
+struct Operand<T, Way::floats> {
   typedef float type;
+};
+template <>
+struct Operand<I8, Way::pairs> {
+  typedef int16_t type;
 };
 
 inline float element(const Rows& rows, int64_t index) {
@@ -694,8 +786,8 @@ inline float element(const Rows& rows, int64_t index) {
 
 int64_t attend_scratch(int64_t rows, int64_t head_size) {
   const int64_t padded_rows = in_sixteens(rows), width = padded_nonzero(head_size);
-  // Queries, logits, weights as bfloat16, pairs of values.
-  return padded_rows * (width + kChunk + kChunk / 2) + (kHasTiles ? kChunk * width / 2 : 0) + 64;
+  // Queries, logits, weights in 16 bits, sums of whole numbers and their units, pairs of values.
+  return padded_rows * (width + kChunk + kChunk / 2 + width + 2) + (kHasTiles ? kChunk * width / 2 : 0) + 64;
 }
 
 // Splits the tiles [begin, end), at most kChunkTiles, into runs; returns their number.
@@ -766,10 +858,12 @@ inline const F16* scales(const PagedKVCache& cache, Page page, bool of_values) {
 
 // The weights of a chunk in a row: its logits times `factor`, less the row's maximum so far, to the power of e; `result`
 // is scaled by what the maximum has changed. kept: float32 copies of the weights, or null. kCoded: weights are times
-// `scales`, those of the values.
+// `scales`, those of the values. unit: where they are whole numbers, what these are times.
 template <bool kPairs, bool kScaled, bool kCoded, class Q>
 inline void softmax_row(float* x, int width, float factor, float* largest, float* sum, float* result, int64_t length,
-                        Q* weights, float* kept, const float* scales) {
+                        Q* weights, float* kept, [[maybe_unused]] const float* scales,
+                        [[maybe_unused]] float* unit) {
+  constexpr bool kInts = std::is_same_v<Q, int16_t>;
   VF most = load(x);
   for (int i = kLanes; i < width; i += kLanes) most = maximum(most, load(x + i));
   const float chunk_maximum = horizontal_max(most) * factor, old = *largest;
@@ -791,8 +885,10 @@ inline void softmax_row(float* x, int width, float factor, float* largest, float
       if (kept) store(kept + i + v * kLanes, weight[v]);
       if constexpr (kCoded) weight[v] *= load(scales + i + v * kLanes);
     }
+    if constexpr (kInts)
+      for (int v = 0; v < kTile / kLanes; ++v) store(x + i + v * kLanes, weight[v]);
 #if defined(__AVX512BF16__)
-    if constexpr (kPairs) {
+    if constexpr (kPairs && !kInts) {
       const __m512bh both = _mm512_cvtne2ps_pbh(bit_cast<__m512>(weight[1]), bit_cast<__m512>(weight[0]));
       _mm512_storeu_si512(weights + i, bit_cast<__m512i>(both));
     }
@@ -800,13 +896,17 @@ inline void softmax_row(float* x, int width, float factor, float* largest, float
     if constexpr (!kPairs)
       for (int v = 0; v < kTile / kLanes; ++v) store(weights + i + v * kLanes, weight[v]);
   }
+#if defined(__AVX512BF16__)
+  if constexpr (kInts) *unit = ints_of(x, width, weights);
+#endif
   *sum += horizontal_sum(total);
 }
 
 template <class T, Way kWay>
 void attend_as(const Attend& a) {
-  typedef typename Operand<kWay>::type Q;
+  typedef typename Operand<T, kWay>::type Q;
   constexpr bool kPairs = kWay != Way::floats, kTiles = kWay == Way::tiles, kCoded = std::is_same_v<T, I8>;
+  constexpr bool kInts = std::is_same_v<Q, int16_t>;
   const PagedKVCache& cache = *a.cache;
   const Tiles tiles(cache, a.segments, a.head);
   alignas(64) float value_scales[kCoded ? kChunk : 1];
@@ -826,12 +926,21 @@ void attend_as(const Attend& a) {
   Q* q = reinterpret_cast<Q*>(a.scratch);
   float* logits = a.scratch + in_sixteens(padded_rows * q_stride);
   Q* weights = reinterpret_cast<Q*>(kPairs ? logits + padded_rows * kChunk : logits);
+  float* units = reinterpret_cast<float*>(weights + padded_rows * kChunk);  // of queries, then of weights
+  float* products = units + in_sixteens(2 * rows);
   for (int r = 0; r < rows; ++r) {
     const int64_t token = r / a.group, head = static_cast<int64_t>(a.head) * a.group + r % a.group;
     const int64_t start = token * a.query.token_stride + head * a.query.head_stride;
     // Pairs multiply the queries as they are, and their sum is scaled; float32 queries are scaled beforehand.
-    if constexpr (kPairs) __builtin_memcpy(q + r * q_stride, static_cast<const BF16*>(a.query.data) + start, d * 2);
-    else
+#if defined(__AVX512BF16__)
+    if constexpr (kInts) {
+      for (int i = 0; i < d; ++i) products[i] = element(a.query, start + i);
+      units[r] = ints_of(products, d, q + r * q_stride);
+    }
+#endif
+    if constexpr (kPairs && !kInts)
+      __builtin_memcpy(q + r * q_stride, static_cast<const BF16*>(a.query.data) + start, d * 2);
+    if constexpr (!kPairs)
       for (int i = 0; i < d; ++i) q[r * d + i] = from_float<Q>(element(a.query, start + i) * a.scale);
     a.maximum[r] = kLowest;
     a.sum[r] = 0.0f;
@@ -858,7 +967,7 @@ void attend_as(const Attend& a) {
     add_ranges(ahead, a, next_runs, num_next);
 
     Chunk<T, Q> c{runs, num_runs, static_cast<int>(padded_rows), d, static_cast<int>(bs), {}, {}, q, a.scale, logits,
-                  weights, a.accumulator, acc_stride, &ahead};
+                  weights, a.accumulator, acc_stride, &ahead, units, units + rows, products};
     bool has_votes = false;
     for (int i = 0; i < num_runs; ++i) {
       const T* start = reinterpret_cast<const T*>(runs[i].page.rows);
@@ -926,7 +1035,7 @@ void attend_as(const Attend& a) {
       float* kept = keeps ? a.stored + r * a.stored_stride + chunk * kTile : nullptr;
       softmax_row<kPairs, kTiles, kCoded>(logits + r * kChunk, width, factor, a.maximum + r, a.sum + r,
                                           a.accumulator + r * acc_stride, a.with_values ? acc_stride : 0,
-                                          weights + r * kChunk, kept, value_scales);
+                                          weights + r * kChunk, kept, value_scales, units + rows + r);
       if (keeps) a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
     }
     if (!a.with_values) continue;

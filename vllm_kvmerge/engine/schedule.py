@@ -73,15 +73,16 @@ class FrontSize:
 class RequestCompression:
     """The compression of one request.
 
-    context: tokens of its prompt that are compressed before the rest is computed, usually all of them. chunk: entries
-    beyond the budget at which the context is compressed while it is being computed; None: it is not. budget: live
-    entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all. interval: live
-    entries beyond those that trigger a compression. window, query_window: of the newest queries, how many its first
-    compression scores (0: none), and how many are kept. ring_bytes, score_bytes: memory
-    outside the pool for the newest queries and, up to the first compression, for the context's scores. total: tokens
-    that the request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is
-    kept. num_layers: of the model. block_size: in tokens. front_size: entries of a head in a block of the front. is_uneven: heads have different budgets. has_pages: and pages
-    of their own for what they hold. may_shrink: and what they hold depends on data.
+    context: tokens of its prompt that are compressed before the rest is computed, usually all of them. chunk:
+    entries beyond the budget at which the context is compressed while it is being computed; None: it is not.
+    budget: live entries per KV head, on average. capacity: entries per KV head that its front may hold; None: all.
+    interval: live entries beyond those that trigger a compression. window, query_window: of the newest queries, how
+    many its first compression scores (0: none), and how many are kept. ring_bytes, score_bytes: memory outside the
+    pool for the newest queries and, up to the first compression, for the context's scores. total: tokens that the
+    request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is kept.
+    num_layers: of the model. block_size: in tokens. front_size: entries of a head in a block of the front.
+    is_uneven: heads have different budgets. has_pages: and pages of their own for what they hold. may_shrink: and
+    what they hold depends on data.
 
     The policy's parts are queried once, in ``of``, so that none of them can raise during a step.
     """

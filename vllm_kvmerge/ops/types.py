@@ -419,8 +419,8 @@ class PagedKVCache:
 class CodedPages:
     """Pages of fronts whose keys and values are codes, whole numbers from -127 to 127, times a scale of each entry.
 
-    They have ``CODED_ENTRIES`` times the slots (``n``) of the cache whose memory they are, so that in 16 bits nothing is
-    left over: there is no room for scores and positions. Such fronts are written once and only attended to.
+    They have ``CODED_ENTRIES`` times the slots (``n``) of the cache whose memory they are: of one in 16 bits, all of it.
+    There is no room for scores and positions, so such fronts are written once, and only attended to.
     """
 
     keys: Tensor  # [B, H, d, n] int8, either of the last two dimensions contiguous, as in the cache
@@ -448,8 +448,8 @@ class HeadPages:
 
     layers: the caches of all layers, by whose number ids count. ids: ``[rows, H, pages]`` int64; behind a head's last
     page: any. A row of a batch of attention whose ids are negative has an ordinary front, in its blocks. fronts:
-    ``[rows, H]`` int64, entries of each head. coded: ``[rows]`` bool, rows whose pages are coded ones; None: no row's are.
-    All on the CPU.
+    ``[rows, H]`` int64, entries of each head. coded: ``[rows]`` bool, whether a row's pages are coded ones; None: none
+    are. All on the CPU.
     """
 
     layers: Sequence[PagedKVCache]
