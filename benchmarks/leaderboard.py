@@ -8,7 +8,8 @@ and writes docs/leaderboard.md, and the table that requests without a policy are
 A policy's score is the mean over tasks of its share of the full cache's score, where that has 0.6 at least. Intervals
 of 95% by bootstrap over each task's samples; differences from the best are paired, and corrected for their number
 (Holm). The default of a case is the policy with the highest score at the budget that ranks, unless policies that read
-the prompt once are level with it: then the best of those.
+the prompt once are level with it: then the best of those. Of policies that read it once, the default stays until another
+is better by more than chance.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from vllm_kvmerge.evaluation.results import Result, RunFolder
 from vllm_kvmerge.evaluation.runner import cells_of as eval_cells
 from vllm_kvmerge.evaluation.tasks.repetition import repetition
 from vllm_kvmerge.policies.allocators import Uniform
-from vllm_kvmerge.request.recommended import TABLE, Case, Measured, Recommendations
+from vllm_kvmerge.request.recommended import TABLE, Case, Measured, Recommendations, recommendations
 from vllm_kvmerge.request.spec import FULL, parse_compression
 
 ROOT = Path(__file__).parents[1]
@@ -273,11 +274,14 @@ def level_with_best(rows: list[Row]) -> set[str]:
     return {ranked[0].policy} | {row.policy for row, p in zip(ranked[1:], holm(others), strict=True) if p > 0.05}
 
 
-def ranked_for_default(rows: list[Row]) -> list[Row]:
-    """By score, behind the default."""
+def ranked_for_default(rows: list[Row], current: set[str]) -> list[Row]:
+    """By score, behind the default, and behind those of ``current`` that are level with the best of their kind."""
     level, ranked = level_with_best(rows), [row for row in rows if DECIDING in row.score]
     chosen = next((row for row in ranked if row.policy in level and not row.reads_twice), ranked[0])
-    return [chosen, *(row for row in ranked if row is not chosen)]
+    once = [row for row in ranked if not row.reads_twice]
+    kinds = [kind for kind in (once, [row for row in once if not row.uneven]) if kind]
+    stays = current & {policy for kind in kinds for policy in level_with_best(kind)}
+    return sorted(ranked, key=lambda row: (row is not chosen, row.policy not in stays))  # by score otherwise
 
 
 def table(tasks: list[str], rows: list[Row], has_held: bool) -> list[str]:
@@ -319,10 +323,12 @@ def recommended(
 ) -> Recommendations:
     """``cells``: those of the tables. What policies of the one case hold is measured in the other, or by the screen."""
     cases: dict[Case, list[Measured]] = {}
+    before = recommendations()
     screened = rows_of(cell for cell in all_cells if (cell.run, cell.case) == ("real-screen", "later"))[1]
     held = {row.policy: row.held.get(DECIDING, 1.0) for row in (*screened, *tables["later"][1])}
     for case, (_, rows) in tables.items():
-        ranked = ranked_for_default(rows)
+        current = {before.best(case, even, once=True).label for even in (False, True)}
+        ranked = ranked_for_default(rows, current)
         even = [row for row in ranked if not row.uneven]
         cases[case] = [
             Measured(
@@ -337,7 +343,7 @@ def recommended(
             if row in ranked[:6] or row in even[:3]  # of each kind that is asked for
         ]
     tasks = [task.split()[0] for task in tables["known"][0]]
-    samples = min(len(cell.scores) for cell in cells)
+    samples = min(len(cell.scores) for cell in cells if cell.budget in (None, DECIDING))
     return Recommendations(model=cells[0].model, tasks=tasks, samples=samples, budget=DECIDING, cases=cases)
 
 
@@ -404,7 +410,8 @@ def defaults(found: Recommendations) -> list[str]:
     return [
         *lines,
         "",
-        "The best policy for the case, unless policies that read the prompt once match it: then the best of those.",
+        "The best policy for the case, unless policies that read the prompt once match it: then the best of those. Among",
+        "these, a default stays until another is significantly better.",
         "",
     ]
 

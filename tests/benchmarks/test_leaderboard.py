@@ -47,9 +47,15 @@ def test_a_run_of_few_prompts_does_not_decide():
 def test_the_default_reads_the_prompt_once_where_that_is_level_with_the_best():
     _, rows = board(kvzip=1.0, snapkv=0.95, local=0.2)
     assert level_with_best(rows) == {"kvzip", "snapkv"}
-    assert [row.policy for row in ranked_for_default(rows)] == ["snapkv", "kvzip", "local"]
+    assert [row.policy for row in ranked_for_default(rows, set())] == ["snapkv", "kvzip", "local"]
     _, rows = board(kvzip=1.0, snapkv=0.5)
-    assert [row.policy for row in ranked_for_default(rows)] == ["kvzip", "snapkv"]
+    assert [row.policy for row in ranked_for_default(rows, set())] == ["kvzip", "snapkv"]
+
+
+def test_a_default_stays_until_another_is_better():
+    for score, ranked in ((0.55, ["h2o", "snapkv"]), (0.05, ["snapkv", "h2o"])):
+        _, rows = board(kvzip=1.0, snapkv=0.6, h2o=score)
+        assert [row.policy for row in ranked_for_default(rows, {"h2o"})] == ["kvzip", *ranked]
 
 
 def test_the_papers_table_is_what_the_command_prints():
