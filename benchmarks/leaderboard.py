@@ -60,7 +60,7 @@ PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
 RESAMPLES = 4000
 
 LONGER = "## Prompts of 4,096 tokens"
-OTHERS = "## Other models\n\nThat took no part in any choice."
+OTHERS = "## Other models\n\nThe same prompts (`--model`), of two tasks. These models took no part in any choice."
 HELD_OUT = """## Held out
 
 A task that took no part in any choice. Questions about documents did not either, but do not count, since the full cache
