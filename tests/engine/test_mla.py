@@ -21,7 +21,8 @@ pytestmark = pytest.mark.engine
 __all__ = ["scores"]  # a fixture
 
 LATENT, BLOCK_SIZE = 576, 16
-ELSEWHERE = {"criticalkv": "selector", "expected_attention": "selector", "compactor": "selector", "kvzap": "tracker"}
+ELSEWHERE = dict.fromkeys(("criticalkv", "expected_attention", "triattention", "compactor"), "selector")
+ELSEWHERE["kvzap"] = "tracker"
 """Policies that evict, but need what latents do not have, and the part that does."""
 
 MERGING = sorted(name for name, preset in PRESETS.items() if preset.merger != "drop")

@@ -59,6 +59,7 @@ COMPILES = "because the server compiles the model; allowed: with --enforce-eager
 REFUSED = [
     (M_ROPE, "expected_attention", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "compactor", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
+    (M_ROPE, "triattention", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "fused", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, IN_CACHE, "positions", "'cache' rotates keys, but the model has M-RoPE; allowed: 'text'"),
     *(

@@ -11,12 +11,19 @@ from torch import Tensor
 def turn(vectors: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
     """``[..., d]``: the first r numbers of ``vectors`` turned by ``cos`` and ``sin`` (``[..., r/2]``), in pairs."""
     size = 2 * cos.shape[-1]
-    pairs = (slice(0, size // 2), slice(size // 2, size)) if is_neox else (slice(0, size, 2), slice(1, size, 2))
-    one, other = (vectors[..., pair] for pair in pairs)
+    one, other = pairs(vectors, size, is_neox)
     turned = vectors.clone()
-    turned[..., pairs[0]] = one * cos - other * sin
-    turned[..., pairs[1]] = other * cos + one * sin
+    to_one, to_other = pairs(turned, size, is_neox)
+    to_one.copy_(one * cos - other * sin)
+    to_other.copy_(other * cos + one * sin)
     return turned
+
+
+def pairs(vectors: Tensor, size: int, is_neox: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second numbers of the pairs, ``[..., r/2]`` each; ``size``: r."""
+    if is_neox:
+        return vectors[..., : size // 2], vectors[..., size // 2 : size]
+    return vectors[..., 0:size:2], vectors[..., 1:size:2]
 
 
 def rows_at(table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

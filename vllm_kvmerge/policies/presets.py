@@ -65,6 +65,8 @@ _register("pyramidkv", "PyramidKV, Cai et al., arXiv:2406.02069", "sum snapkv dr
 # all of the prompt is computed and each head of each layer ranks its own, so that no choice is nested.
 _register("pyramidinfer", "PyramidInfer, Yang et al., arXiv:2405.12532", "sum h2o drop pyramid", **PYRAMIDINFER)
 _register("expected_attention", "Expected Attention, Devoto et al., arXiv:2510.00636", "none expected_attention drop")
+# The source prunes every 128 tokens; an ``interval`` does.
+_register("triattention", "TriAttention, Mao et al., arXiv:2604.04921", "none triattention drop")
 # The source compresses prompts alone.
 _register("compactor", "Compactor, Chari and Van Durme, arXiv:2507.08143", "none compactor drop", decode="grow")
 _register("fused", "Best rank by two selectors", "none fused drop adaptive")

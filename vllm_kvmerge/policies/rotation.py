@@ -38,16 +38,20 @@ class Rotation:
         """Vectors that the model has turned at positions ``before`` as it turns them at ``after``."""
         return turns.moved(vectors, self.table, self.is_neox, before, after)
 
-    def turned_ahead(self, vectors: Tensor, starts: Tensor, count: int) -> Tensor:
-        """The mean of vectors turned at ``count`` positions from each start on.
+    def turned_ahead(self, vectors: Tensor, starts: Tensor, steps: Tensor) -> Tensor:
+        """The mean of vectors turned at the positions that are some steps from each start on.
 
-        A turn by s and one by t are a turn by s + t, so the mean turn of the first ``count`` positions serves all
-        starts. Where the table is shorter, the mean is over as many positions as it has.
+        steps: ``[m, r]``, the table's rows of so many positions. A turn by s and one by t are a turn by s + t, so the
+        mean turn of the steps serves all starts.
         """
-        first = self.table[:count].to(vectors.dtype)
-        mean_cos, mean_sin = (first.mean(0) / first[0].chunk(2)[0].repeat(2)).chunk(2)
+        steps = steps.to(vectors.dtype).mean(0)
+        mean_cos, mean_sin = (steps / self.table[0].to(vectors.dtype).chunk(2)[0].repeat(2)).chunk(2)
         cos, sin = self._at(starts, vectors.dtype)
         return self._apply(vectors, cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin)
+
+    def lengths(self, vectors: Tensor) -> Tensor:
+        """``[..., r/2]``: the length of each pair, which ``turned`` changes by the attention factor alone."""
+        return torch.hypot(*turns.pairs(vectors, self.table.shape[1], self.is_neox))
 
     def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, ``[..., r/2]`` each."""

@@ -24,7 +24,7 @@ from vllm_kvmerge.policies import PRESETS  # noqa: E402
 LENGTHS = (150, 150)
 
 DROPPING = ["local", "streaming_llm", "h2o", "snapkv", "criticalkv", "tova", "random", "knorm", "keydiff", "rkv"]
-DROPPING += ["expected_attention", "compactor"]
+DROPPING += ["expected_attention", "triattention", "compactor"]
 """Presets that merge nothing, and give each layer and head the same budget."""
 
 

@@ -80,7 +80,8 @@ class ExpectedAttention(RankedSelector):
         queries, rotation = context.queries.newest(self.query_window), context.known_rotation()
         positions = queries.positions.unsqueeze(1)
         vectors = rotation.turned_back(queries.vectors, positions)
-        vectors = rotation.turned_ahead(vectors, positions[:, :, -1:] + 1, self.future_positions).mul_(context.scale)
+        ahead = rotation.table[: self.future_positions]
+        vectors = rotation.turned_ahead(vectors, positions[:, :, -1:] + 1, ahead).mul_(context.scale)
         counted = positions >= self.num_sink_tokens
         counted = counted | ~counted.any(dim=2, keepdim=True)  # none but sinks' are known
         weights = (counted / counted.sum(2, keepdim=True)).unsqueeze(3).to(vectors.dtype)
