@@ -8,8 +8,8 @@ and writes docs/leaderboard.md, and the table that requests without a policy are
 A policy's score is the mean over tasks of its share of the full cache's score, where that has 0.6 at least. Intervals
 of 95% by bootstrap over each task's samples; differences from the best are paired, and corrected for their number
 (Holm). The default of a case is the policy with the highest score at the budget that ranks, unless policies that read
-the prompt once are level with it: then the best of those. Of policies that read it once, the default stays until another
-is better by more than chance.
+the prompt once are level with it: then the best of those. Of these, the default stays until another is better by more
+than chance.
 """
 
 import argparse
@@ -410,7 +410,7 @@ def defaults(found: Recommendations) -> list[str]:
     return [
         *lines,
         "",
-        "The best policy for the case, unless policies that read the prompt once match it: then the best of those. Among",
+        "The best policy for the case, unless policies that read the prompt once match it: then the best of those. Of",
         "these, a default stays until another is significantly better.",
         "",
     ]
