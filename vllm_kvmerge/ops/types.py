@@ -419,7 +419,7 @@ class PagedKVCache:
 class CodedPages:
     """Pages of fronts whose keys and values are codes, whole numbers from -127 to 127, times a scale of each entry.
 
-    They have ``CODED_ENTRIES`` times the slots (``n``) of the cache whose memory they are, which is all of it in 16 bits.
+    They have ``CODED_ENTRIES`` times the slots (``n``) of the cache whose memory they are, in 16 bits all of it.
     There is no room for scores and positions, so such fronts are written once, and only attended to.
     """
 
