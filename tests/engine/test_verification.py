@@ -76,16 +76,19 @@ def test_the_full_cache_agrees_with_its_own_answer_and_not_with_another_token(en
     assert all(agrees[:60]) and not agrees[60]
 
 
-def test_a_corrupted_front_lowers_the_agreement(engine):
+@pytest.mark.parametrize("front", [None, "int8"])
+def test_a_corrupted_front_lowers_the_agreement(engine, front):
     """As a fault of ours would: nobody else sees it."""
-    fields = {"budget": 280, "decode": "grow"}
+    fields = {"budget": 280, "decode": "grow", "front": front}
     sound = verified(engine, greedy("snapkv", 40, **fields))
 
     def corrupt() -> None:
         for request_id, segments in engine.segments.items():
             blocks = [one.block_id for one in engine.manager.req_to_blocks[request_id]]
             for layer in engine.compression.compactor.layers:
-                layer.values[blocks[: segments.front // engine.manager.block_size]] *= -1
+                values = layer.values if front is None else layer.coded.values
+                with torch.inference_mode():
+                    values[blocks[: segments.front // values.shape[2]]] *= -1
 
     params = greedy("snapkv", 40, **fields)
     params.extra_args |= {VERIFY_KEY: "key"}
