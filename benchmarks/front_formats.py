@@ -2,7 +2,7 @@
 
 A model of ``vllm-kvmerge serve`` (default: qwen2.5-coder-0.5b) reads 300 tokens of prose after 1,200 whose keys and
 values have been stored so. Printed are the divergence (KL, nats per token) of its predictions from those over bfloat16,
-and in how many places its first choice is the same. No entry is evicted.
+and in which share of places its first choice is the same. No entry is evicted.
 """
 
 import sys
@@ -67,6 +67,7 @@ def main() -> None:
             logits = model(tokens[:, CONTEXT:], past_key_values=cache, position_ids=positions).logits[0]
             return logits.float().log_softmax(-1)
 
+        print(f"largest number of a key: {max(keys.abs().max().item() for keys, _ in rows):.0f}")
         expected = predictions(unchanged, unchanged)
         for name, formats in FORMATS.items():
             found = predictions(*formats)

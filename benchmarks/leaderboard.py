@@ -59,7 +59,6 @@ PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
 """kvpress's public leaderboard, Qwen3 8B and Llama 3.1 8B: RULER of 4,096 tokens, 13 tasks, a quarter kept, 2026-11."""
 RESAMPLES = 4000
 
-LONGER = "## Prompts of 4,096 tokens"
 OTHERS = "## Other models\n\nThe same prompts (`--model`), of two tasks. These models took no part in any choice."
 HELD_OUT = """## Held out
 
@@ -366,16 +365,9 @@ def page(cells: list[Cell], found: Recommendations) -> str:
     lines = [INTRODUCTION, *defaults(found)]
     for case in TITLES:
         lines += section("##", f"real-{case}", MODEL, case)
+    others = sorted({cell.model for cell in cells} - {MODEL})
     for heading, places in (
-        (LONGER, [("real-long", MODEL, case) for case in TITLES]),
-        (
-            OTHERS,
-            [
-                (f"real-{case}", model, case)
-                for model in sorted({cell.model for cell in cells} - {MODEL})
-                for case in TITLES
-            ],
-        ),
+        (OTHERS, [(f"real-{case}", model, case) for model in others for case in TITLES]),
         (HELD_OUT, [("real-held-out", MODEL, case) for case in TITLES]),
     ):
         if sections := [line for place in places for line in section("###", *place)]:
