@@ -14,7 +14,7 @@ from vllm_kvmerge import demo
 from vllm_kvmerge.cli import main
 from vllm_kvmerge.cli.train_kvzap import _arguments, _texts, kvzip_scores
 from vllm_kvmerge.demo.recall import draw_prompt
-from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
+from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate, fingerprint
 
 SHAPE = SimpleNamespace(
     get_total_num_hidden_layers=lambda: 4, get_hidden_size=lambda: 256, get_total_num_kv_heads=lambda: 2
@@ -47,6 +47,7 @@ def test_a_model_is_trained_and_can_be_loaded(eager, capsys, tmp_path, hidden_di
     check_surrogate(str(tmp_path / "new" / "kvzap"), SHAPE)
     trained = Surrogate.load(str(tmp_path / "new" / "kvzap"))
     assert trained.config.hidden_dim == (int(hidden_dim) or None)
+    assert trained.config.fingerprint == fingerprint(eager)
     text = draw_prompt(np.random.default_rng(99), 300, 24).context
     hidden, scores = kvzip_scores(eager, AutoTokenizer.from_pretrained(demo.model_path()).encode(text), [])
     predicted = torch.stack([module(one).T for module, one in zip(trained.layers, hidden, strict=True)])

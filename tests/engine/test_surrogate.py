@@ -13,7 +13,13 @@ from tests.engine.conftest import random_prompt
 from tests.engine.test_repetition import params, scores
 from vllm_kvmerge import compression, demo
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig, check_surrogate
+from vllm_kvmerge.engine.surrogate import (
+    Surrogate,
+    SurrogateConfig,
+    check_fingerprint,
+    check_surrogate,
+    fingerprint,
+)
 from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.evaluation.backends import EngineBackend
 from vllm_kvmerge.evaluation.config import EngineOptions
@@ -128,3 +134,20 @@ def test_a_model_that_cannot_be_used_is_refused(tmp_path, file, content, message
     with pytest.raises(UnsupportedConfigError, match=f"kvzap=.*{message}.*; allowed: a KVzap model"):
         check_surrogate(str(tmp_path), SHAPE)
         Surrogate.load(str(tmp_path))
+
+
+def test_one_that_was_trained_for_another_model_is_refused(engine, tmp_path):
+    """vLLM's model has the fingerprint of the checkpoint's in Transformers, whatever the dtype."""
+    (served,) = engine.llm.apply_model(fingerprint)
+    read = AutoModelForCausalLM.from_pretrained(demo.model_path(), dtype=torch.bfloat16)
+    assert served == fingerprint(read)
+    for trained, message in ((None, None), (served, None), ("0" * 16, f"another model .fingerprint {'0' * 16}")):
+        config = SurrogateConfig(input_dim=256, output_dim=2, n_modules=4, fingerprint=trained)
+        Surrogate(config, config.modules()).save(tmp_path)
+        if message is None:
+            check_fingerprint(str(tmp_path), read)
+            continue
+        with pytest.raises(UnsupportedConfigError, match=f"kvzap=.*{message}.*; allowed: a KVzap model"):
+            check_fingerprint(str(tmp_path), read)
+    read.model.layers[2].input_layernorm.weight.data[5] += 0.5
+    assert fingerprint(read) != served

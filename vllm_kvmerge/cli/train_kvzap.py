@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from vllm_kvmerge.cli.common import CommandParser, check_folder, one_line
 from vllm_kvmerge.demo import named
 from vllm_kvmerge.engine.served_model import TokenizedModel
-from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig
+from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig, fingerprint
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.policies.trackers import ReconstructionTracker
 
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
         scores.append(scored[:, :, some].mT.cpu())
         print(f"\r{number} of {len(texts)} texts", end="", flush=True)
     print()
-    surrogate, explained = train(hidden, scores, args)
+    surrogate, explained = train(hidden, scores, fingerprint(model), args)
     surrogate.save(args.output)
     by_layer = ", ".join(f"{share:.3f}" for share in explained)
     print(f"{args.output}: share of the variance explained of tokens held out, by layer: {by_layer}")
@@ -148,7 +148,7 @@ def _stretches(args: Namespace) -> Iterator[str]:
 
 
 def _load(name: str, device: str) -> tuple[Any, Any]:
-    """The model, with eager attention, and its tokenizer."""
+    """The model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = named(name)
@@ -156,7 +156,7 @@ def _load(name: str, device: str) -> tuple[Any, Any]:
     # Most CPUs take longer for what is shorter.
     dtype = torch.float32 if device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype).to(device)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
         return model, AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise CommandError(f"{name}: {one_line(error)}") from None
@@ -167,34 +167,45 @@ def kvzip_scores(model: Any, context: list[int], request: list[int]) -> tuple[Te
     """A context's hidden states, ``[layers, n, hidden]``, and the logarithms of its KVzip+ scores, ``[layers, H, n]``
     float32: max over queries t of the repetition and query heads g of a_gti ||W_O^g v_i|| / ||h_t||.
 
-    model: of Transformers, with eager attention. request: tokens between the context and its repetition.
+    model: of Transformers. request: tokens between the context and its repetition.
     """
     length, seen, scores = len(context), [], []
 
-    def observe(attention: Any, _: Any, given: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
-        hidden = given["hidden_states"][0]
+    def observe(attention: Any, _: Any, given: dict[str, Any], output: tuple[Tensor, Tensor | None]) -> None:
+        hidden, weights = given["hidden_states"][0], output[1]
+        if weights is None:
+            seen.append(hidden)
+            return
         values = given["past_key_values"].layers[attention.layer_idx].values[0, :, :length].float()  # [H, n, d]
         weight = attention.o_proj.weight.float().unflatten(1, (len(values), -1, values.shape[2]))
         added = torch.einsum("hnd,ehgd->hgne", values, weight).norm(dim=-1)  # [H, G, n]
-        given_by = output[1][0, :, length:, :length].float() / hidden[length:].float().norm(dim=-1)[:, None]
-        seen.append(hidden[:length])
+        given_by = weights[0, :, :, :length].float() / hidden.float().norm(dim=-1)[:, None]
         scores.append((given_by.amax(1).unflatten(0, added.shape[:2]) * added).amax(1))
 
-    handles = [layer.self_attn.register_forward_hook(observe, with_kwargs=True) for layer in model.get_decoder().layers]
+    decoder, read = model.get_decoder(), None
+    handles = [layer.self_attn.register_forward_hook(observe, with_kwargs=True) for layer in decoder.layers]
     try:
-        model.get_decoder()(torch.tensor([[*context, *request, *context]], device=model.device), use_cache=True)
+        for attention, tokens in ("sdpa", context), ("eager", [*request, *context]):  # the latter has weights to show
+            model.set_attn_implementation(attention)
+            ids = torch.tensor([tokens], device=model.device)
+            read = decoder(ids, past_key_values=read, use_cache=True).past_key_values
     finally:
         for handle in handles:
             handle.remove()
     return torch.stack(seen), torch.stack(scores).clamp(min=LEAST_SCORE).log()
 
 
-def train(hidden: list[Tensor], scores: list[Tensor], args: Namespace) -> tuple[Surrogate, list[float]]:
+def train(hidden: list[Tensor], scores: list[Tensor], learnt: str, args: Namespace) -> tuple[Surrogate, list[float]]:
     """A module for each layer, fitted on ``args.device``, and the share of the variance of tokens held out that each
-    explains. hidden: ``[layers, n, hidden]`` of each text. scores: ``[layers, n, H]`` float32 of each."""
+    explains. hidden: ``[layers, n, hidden]`` of each text. scores: ``[layers, n, H]`` float32 of each. learnt: the
+    model's fingerprint."""
     num_layers, _, size = hidden[0].shape
     config = SurrogateConfig(
-        input_dim=size, output_dim=scores[0].shape[2], n_modules=num_layers, hidden_dim=args.hidden_dim or None
+        input_dim=size,
+        output_dim=scores[0].shape[2],
+        n_modules=num_layers,
+        hidden_dim=args.hidden_dim or None,
+        fingerprint=learnt,
     )
     layers = config.modules().to(args.device)
     num_tokens = sum(one.shape[1] for one in hidden)

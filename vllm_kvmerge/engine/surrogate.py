@@ -1,5 +1,6 @@
 """KVzap's surrogate models, which predict scores from hidden states: reading their published format."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -25,13 +26,14 @@ class SurrogateConfig(BaseModel):
     """``config.json`` of a surrogate model; other entries are ignored.
 
     input_dim: the model's hidden size. output_dim: its KV heads. n_modules: its layers. hidden_dim: of the MLP of each
-    layer; None: a linear layer.
+    layer; None: a linear layer. fingerprint: of the model whose scores were learnt; published models have none.
     """
 
     input_dim: int = Field(ge=1)
     output_dim: int = Field(ge=1)
     n_modules: int = Field(ge=1)
     hidden_dim: int | None = Field(None, ge=1)
+    fingerprint: str | None = None
 
     def modules(self) -> nn.ModuleList:
         """The layers' modules, with the parameter names of the published format."""
@@ -108,6 +110,21 @@ def check_surrogate(name: str, model: "ModelConfig") -> None:
     for field, value in expected.items():
         if getattr(config, field) != value:
             raise _unsupported(name, f"its {field} is {getattr(config, field)}, the model's {value}")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the weights of a model's norms, which a checkpoint's quantisation and tensor parallelism leave alone:
+    the same in Transformers and in vLLM, in any dtype that holds bfloat16."""
+    norms = [weight.detach() for name, weight in model.named_parameters() if name.endswith("norm.weight")]
+    digests = [hashlib.sha256(one.to(torch.bfloat16).view(torch.int16).cpu().numpy()).digest() for one in norms]
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()[:16]
+
+
+def check_fingerprint(name: str, model: nn.Module) -> None:
+    """Raises UnsupportedConfigError if the surrogate model says that it was trained for another model."""
+    trained, served = read_config(name).fingerprint, fingerprint(model)
+    if trained not in (None, served):
+        raise _unsupported(name, f"it was trained for another model (fingerprint {trained}, the model's {served})")
 
 
 def _unsupported(name: str, explanation: str) -> UnsupportedConfigError:

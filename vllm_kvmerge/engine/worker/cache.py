@@ -19,7 +19,7 @@ from vllm_kvmerge.engine.attention.rows import QueryRing
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, compressed_group, has_states, window_blocks
 from vllm_kvmerge.engine.messages import MoveWindow
 from vllm_kvmerge.engine.support import UnsupportedConfigError
-from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate
+from vllm_kvmerge.engine.surrogate import Surrogate, check_fingerprint, check_surrogate
 from vllm_kvmerge.engine.worker.cache_positions import turn_blocks
 from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.engine.worker.output_weights import OutputWeights
@@ -161,6 +161,7 @@ class CompressedCache:
         name, surrogates = plugin_config(self._config).kvzap, None
         if name is not None:
             check_surrogate(name, self._config.model_config)
+            check_fingerprint(name, model)
             of_all = Surrogate.load(name).of_heads(heads, self._config.model_config.dtype, self._device)
             surrogates = [of_all[extract_layer_index(name)] for name in layer_names]
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
