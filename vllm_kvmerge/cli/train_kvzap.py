@@ -1,9 +1,10 @@
 """``vllm-kvmerge train-kvzap``: trains a model that predicts KVzip+'s scores from hidden states (KVzap)."""
 
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,27 @@ def run(argv: list[str]) -> int:
     model, tokenizer = _load(args.model, args.device)
     prompts = ReconstructionTracker.model_defaults(TokenizedModel(lambda: tokenizer))
     request = [*prompts["repeat_prompt"], *prompts["answer_prompt"]]
-    hidden, scores = [], []
-    for number, text in enumerate(texts, 1):
-        seen, scored = kvzip_scores(model, tokenizer.encode(text)[: args.max_tokens], request)
-        some = torch.randperm(seen.shape[1], device=args.device)[: args.tokens_per_text]
-        hidden.append(seen[:, some].cpu())
-        scores.append(scored[:, :, some].mT.cpu())
-        print(f"\r{number} of {len(texts)} texts", end="", flush=True)
-    print()
-    surrogate, explained = train(hidden, scores, fingerprint(model), args)
+    with TemporaryDirectory(dir=args.output) as work:  # hidden states of all layers may be more than memory holds
+        scores = []
+        for number, text in enumerate(texts, 1):
+            seen, scored = kvzip_scores(model, tokenizer.encode(text)[: args.max_tokens], request)
+            some = torch.randperm(seen.shape[1], device=args.device)[: args.tokens_per_text]
+            for layer, states in enumerate(seen[:, some].cpu()):
+                with (Path(work) / str(layer)).open("ab") as file:
+                    file.write(states.view(torch.uint8).numpy().data)
+            scores.append(scored[:, :, some].mT.cpu())
+            print(f"\r{number} of {len(texts)} texts", end="", flush=True)
+        print()
+        config = SurrogateConfig(
+            input_dim=seen.shape[2],
+            output_dim=scored.shape[1],
+            n_modules=len(seen),
+            hidden_dim=args.hidden_dim or None,
+            fingerprint=fingerprint(model),
+        )
+        files = (bytearray((Path(work) / str(layer)).read_bytes()) for layer in range(len(seen)))
+        hidden = (torch.frombuffer(one, dtype=seen.dtype).view(-1, config.input_dim) for one in files)
+        surrogate, explained = train(config, hidden, torch.cat(scores, 1), args)
     surrogate.save(args.output)
     by_layer = ", ".join(f"{share:.3f}" for share in explained)
     print(f"{args.output}: share of the variance explained of tokens held out, by layer: {by_layer}")
@@ -195,24 +208,16 @@ def kvzip_scores(model: Any, context: list[int], request: list[int]) -> tuple[Te
     return torch.stack(seen), torch.stack(scores).clamp(min=LEAST_SCORE).log()
 
 
-def train(hidden: list[Tensor], scores: list[Tensor], learnt: str, args: Namespace) -> tuple[Surrogate, list[float]]:
+def train(
+    config: SurrogateConfig, hidden: Iterable[Tensor], scores: Tensor, args: Namespace
+) -> tuple[Surrogate, list[float]]:
     """A module for each layer, fitted on ``args.device``, and the share of the variance of tokens held out that each
-    explains. hidden: ``[layers, n, hidden]`` of each text. scores: ``[layers, n, H]`` float32 of each. learnt: the
-    model's fingerprint."""
-    num_layers, _, size = hidden[0].shape
-    config = SurrogateConfig(
-        input_dim=size,
-        output_dim=scores[0].shape[2],
-        n_modules=num_layers,
-        hidden_dim=args.hidden_dim or None,
-        fingerprint=learnt,
-    )
+    explains. hidden: ``[n, hidden]`` of each layer. scores: ``[layers, n, H]`` float32."""
     layers = config.modules().to(args.device)
-    num_tokens = sum(one.shape[1] for one in hidden)
-    num_learnt = num_tokens - max(1, int(HELD_OUT * num_tokens))
+    num_learnt = scores.shape[1] - max(1, int(HELD_OUT * scores.shape[1]))
     explained = []
-    for layer, module in enumerate(layers):
-        x, y = (torch.cat([one[layer] for one in given]).float().to(args.device) for given in (hidden, scores))
+    for module, states, scored in zip(layers, hidden, scores, strict=True):
+        x, y = states.float().to(args.device), scored.to(args.device)
         if isinstance(module, nn.Linear):
             _fit_linear(module, x[:num_learnt], y[:num_learnt])
         else:
