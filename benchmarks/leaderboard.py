@@ -31,7 +31,7 @@ from vllm_kvmerge.evaluation.runner import cells_of as eval_cells
 from vllm_kvmerge.evaluation.tasks.repetition import repetition
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.request.recommended import TABLE, Case, Measured, Recommendations, recommendations
-from vllm_kvmerge.request.spec import FULL, parse_compression
+from vllm_kvmerge.request.spec import FULL, CompressionError, parse_compression
 
 ROOT = Path(__file__).parents[1]
 SCORES, PAGE = ROOT / "benchmarks/results/real_scores.json", ROOT / "docs/leaderboard.md"
@@ -211,6 +211,15 @@ class Row:
         return bool(self.parameters) and self._parsed.policy.tracker.repeats_context
 
     @property
+    def for_turns(self) -> bool:
+        """True if it suits chats that go on from what their last turn has left."""
+        try:
+            parse_compression(self.parameters | {"budget": DECIDING, "decode": "grow", "reuse": "turns"})
+        except CompressionError:
+            return False
+        return not self.reads_twice
+
+    @property
     def uneven(self) -> bool:
         return bool(self.parameters) and self._parsed.policy.allocator.name != Uniform.name
 
@@ -277,8 +286,8 @@ def ranked_for_default(rows: list[Row], current: set[str]) -> list[Row]:
     """By score, behind the default, and behind those of ``current`` that are level with the best of their kind."""
     level, ranked = level_with_best(rows), [row for row in rows if DECIDING in row.score]
     chosen = next((row for row in ranked if row.policy in level and not row.reads_twice), ranked[0])
-    once = [row for row in ranked if not row.reads_twice]
-    kinds = [kind for kind in (once, [row for row in once if not row.uneven]) if kind]
+    turns = [row for row in ranked if row.for_turns]
+    kinds = [kind for kind in (turns, [row for row in turns if not row.uneven]) if kind]
     stays = current & {policy for kind in kinds for policy in level_with_best(kind)}
     return sorted(ranked, key=lambda row: (row is not chosen, row.policy not in stays))  # by score otherwise
 
@@ -326,7 +335,7 @@ def recommended(
     screened = rows_of(cell for cell in all_cells if (cell.run, cell.case) == ("real-screen", "later"))[1]
     held = {row.policy: row.held.get(DECIDING, 1.0) for row in (*screened, *tables["later"][1])}
     for case, (_, rows) in tables.items():
-        current = {before.best(case, even, once=True).label for even in (False, True)}
+        current = {before.best(case, even, for_turns=True).label for even in (False, True)}
         ranked = ranked_for_default(rows, current)
         even = [row for row in ranked if not row.uneven]
         cases[case] = [
@@ -334,7 +343,7 @@ def recommended(
                 label=row.policy,
                 parameters=row.parameters,
                 uneven=row.uneven,
-                rereads=row.reads_twice,
+                for_turns=row.for_turns,
                 score={str(b): tuple(round(x, 3) for x in row.interval(b)) for b in row.score if b},  # type: ignore[misc]
                 held=round(held[row.policy], 3),
             )
@@ -388,7 +397,7 @@ def defaults(found: Recommendations) -> list[str]:
     asked: list[tuple[str, Case, bool]] = [
         ('`{"budget": 0.25}`', "known", False),
         ("with `context_tokens` or `context_messages`", "later", False),
-        ('with `"reuse": "turns"` (of policies that read the prompt once)', "later", True),
+        ('with `"reuse": "turns"` (of policies that take it, and read the prompt once)', "later", True),
     ]
     lines = [
         "## What a request without a policy gets",
@@ -396,8 +405,8 @@ def defaults(found: Recommendations) -> list[str]:
         "| request | policy | with `allocator: uniform` |",
         "|---|---|---|",
     ]
-    for request, case, once in asked:
-        best, even = (found.best(case, even, once).label for even in (False, True))
+    for request, case, for_turns in asked:
+        best, even = (found.best(case, even, for_turns).label for even in (False, True))
         lines.append(f"| {request} | `{best}` | `{even}` |")
     return [
         *lines,

@@ -21,7 +21,7 @@ constexpr int kScored = 1;                    // the chunk
 struct Problem {
   const PagedKVCache& cache;
   Segments ranges[kRanges];
-  Rows query;
+  Rows query, own;  // own: of the last range
   int64_t num_queries, group;
   float scale;
   Softmax softmax;
@@ -57,9 +57,9 @@ void raise_scores(const Problem& p, int64_t head, int64_t first, int64_t last, f
       a.group = static_cast<int32_t>(p.group);
       a.num_queries = num_queries;
       a.tile_end = Tiles(p.cache, a.segments, head).count;
-      a.query = p.query;
-      a.query.data = static_cast<char*>(p.query.data) +
-                     begin * p.query.token_stride * (p.query.dtype == DType::f32 ? 4 : 2);
+      a.query = i == kRanges - 1 ? p.own : p.query;
+      a.query.data = static_cast<char*>(a.query.data) +
+                     begin * a.query.token_stride * (a.query.dtype == DType::f32 ? 4 : 2);
       a.scale = p.scale;
       a.cap = p.softmax.cap;
       a.dtype = p.cache.dtype;
@@ -109,7 +109,7 @@ void raise_scores(const Problem& p, int64_t head, int64_t first, int64_t last, f
 
 void call_score_repetition(TensorView query, TensorView keys, TensorView blocks, double scale, int64_t seq_len,
                            int64_t context, int64_t start, int64_t sinks, TensorView scores, OptionalTensor weights,
-                           double cap, OptionalTensor sink_logits) {
+                           OptionalTensor own, double cap, OptionalTensor sink_logits) {
   const PagedKVCache cache = cache_of(keys);
   KVM_CHECK(query.ndim() == 3 && cache.num_heads > 0 && query.size(1) > 0 && query.size(1) % cache.num_heads == 0,
             ValueError)
@@ -124,15 +124,20 @@ void call_score_repetition(TensorView query, TensorView keys, TensorView blocks,
   float* const all = s.f32();
   const int64_t rows_per_head = s.size(0) / heads;
   const int64_t num_scored = s.size(1), num_queries = query.size(0), num_ids = table.size(0);
-  KVM_CHECK(0 <= sinks && 0 <= start && start + num_scored <= context && context + num_queries <= seq_len, ValueError)
+  const bool is_own = own.has_value();  // queries of the context's tokens
+  KVM_CHECK(0 <= sinks && 0 <= start && start + num_scored <= context &&
+                (is_own ? start + num_queries <= seq_len && context == seq_len : context + num_queries <= seq_len),
+            ValueError)
       << "a context of " << context << " tokens has no tokens [" << start << ", " << start + num_scored
       << "), or is not followed by " << num_queries << " queries in " << seq_len << " tokens";
   if (num_scored == 0 || num_queries == 0) return;
   const Problem p{cache,
                   {segments_of(cache, ids.row(0), num_ids, 0, 0, std::min(sinks, start)),
                    segments_of(cache, ids.row(0), num_ids, 0, start, start + num_scored),
-                   segments_of(cache, ids.row(0), num_ids, 0, context, seq_len)},
+                   segments_of(cache, ids.row(0), num_ids, 0, is_own ? start : context, seq_len)},
                   Argument("query", query).rows(query.size(1), cache.head_size),
+                  is_own ? Argument("own", own.value()).rows(query.size(1), cache.head_size)
+                         : Argument("query", query).rows(query.size(1), cache.head_size),
                   num_queries,
                   group,
                   static_cast<float>(scale),

@@ -203,28 +203,44 @@ def check_repetition(
     """Probabilities among sinks, chunk and repetition, whatever lies between; in any parts."""
     maker, context, scale = CacheMaker(8, 2, head_size, 32, dtype), 101, 0.3
     sequence = maker.sequence(front=0, tail=0, seq_len=150)
-    query = maker.randn(150 - context, 2 * groups, head_size).to(maker.query_dtype)
+    query, own = maker.randn(2, 150 - context, 2 * groups, head_size).to(maker.query_dtype)
     softmax = softmax_of(maker, kind, 2, groups)
     weights = maker.randn(len(query)).exp() if weighted else None
     before = (0.1 * maker.randn(2 * groups if per_head else 2, 200) - 0.1).clamp(min=0.0)  # some are larger already
-    expected = torch.zeros(2, groups, stop - start, dtype=torch.float64)
-    for i, row in enumerate(query.double().unflatten(1, (2, groups))):
-        counted = [*range(min(sinks, start)), *range(start, stop), *range(context, context + i + 1)]
-        logits = dense_logits(scale * torch.einsum("hgd,hnd->hgn", row, sequence.keys[:, counted]), softmax)
-        first, weight = min(sinks, start), 1.0 if weights is None else weights[i].double()
-        probabilities = dense_probabilities(logits, None, softmax)
-        expected = expected.maximum(probabilities[..., first : first + stop - start] * weight)
-    expected = expected.flatten(0, 1) if per_head else expected.amax(1)
+    expected = torch.zeros(2, 2, groups, stop - start, dtype=torch.float64)
+    for i in range(len(query)):
+        for within in (0, 1) if i >= 20 else (0,):  # the queries of the context's own tokens
+            seen = [*range(min(sinks, start)), *range(start, stop)]
+            after = range(start, context - len(query) + i + 1) if within else range(context, context + i + 1)
+            parts = (query, seen), (own if within else query, after)
+            logits = [
+                torch.einsum("hgd,hnd->hgn", rows[i].double().unflatten(0, (2, groups)), sequence.keys[:, tokens])
+                for rows, tokens in parts
+            ]
+            logits = dense_logits(scale * torch.cat(logits, 2), softmax)
+            first, weight = min(sinks, start), 1.0 if weights is None else weights[i].double()
+            probabilities = dense_probabilities(logits, None, softmax)[..., first : first + stop - start]
+            expected[within] = expected[within].maximum(probabilities * weight)
+    expected = expected.flatten(1, 2) if per_head else expected.amax(2)
     expected = expected.maximum(before[:, 17 : 17 + stop - start])
-    for part in (20, 48, 49):
+    for part, within in ((20, 0), (48, 0), (49, 0), (29, 1)):
         plane = before.clone()
         scores = plane[:, 17 : 17 + stop - start]  # of a wider plane, as the engine has them
-        for first in range(0, 150 - context, part):
-            some = query[first : first + part]
-            where = context + first + len(some), context, start, sinks
-            weight = None if weights is None else weights[first : first + part]
-            operators.score_repetition(some, maker.pages, sequence.blocks, scale, *where, scores, weight, softmax)
-        assert relative_error(scores, expected) < 1e-5
+        for first in [20] if within else range(0, 150 - context, part):
+            some = slice(first, first + part)
+            where = (context if within else min(150, context + first + part)), context, start, sinks
+            operators.score_repetition(
+                query[some],
+                maker.pages,
+                sequence.blocks,
+                scale,
+                *where,
+                scores,
+                None if weights is None else weights[some],
+                softmax,
+                own[some] if within else None,
+            )
+        assert relative_error(scores, expected[within]) < 1e-5
         scores.copy_(before[:, 17 : 17 + stop - start])
         assert torch.equal(plane, before)
     scores = torch.full_like(scores, 0.5)

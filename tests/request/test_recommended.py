@@ -20,9 +20,9 @@ CASES = [
 
 
 def test_a_chat_gets_what_later_turns_need_and_reads_nothing_twice():
-    best = recommendations().best("later", once=True)
+    best = recommendations().best("later", for_turns=True)
     assert (
-        not best.rereads
+        best.for_turns
         and parse_compression({"budget": 512, "reuse": "turns"}).policy
         == parse_compression(best.parameters | {"budget": 512}).policy
     )
@@ -57,7 +57,7 @@ def test_the_table_has_policies_for_every_case():
         assert any(not row.uneven for row in rows)
         for row in rows:
             config = parse_compression(row.parameters | {"budget": 0.5})
-            assert row.rereads == config.policy.tracker.repeats_context
+            assert not (row.for_turns and config.policy.tracker.repeats_context)
             assert row.uneven == (config.policy.allocator.name != "uniform")
             # Every server can run it.
             assert not config.policy.tracker.predicts_scores and not config.policy.tracker.normalizes

@@ -133,11 +133,13 @@ class Score:
     start: position of the first one.
     compression: the request's ``kv_compression`` as JSON text.
     query_window: number of the newest queries to keep.
+    end: where the compression is due; None: that is not known.
     """
 
     start: int
     compression: str
     query_window: int
+    end: int | None = None
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class RequestState:
             start = 0 if schedule.query_window else None
         else:
             start = None if self.due_at is None else schedule.window_start(self.due_at)
-        return None if start is None else Score(start, schedule.config.text, schedule.query_window)
+        return None if start is None else Score(start, schedule.config.text, schedule.query_window, self.due_at)
 
     def draft_end(self) -> int:
         """Number of tokens that a step may come to if some of them are drafts.

@@ -167,11 +167,12 @@ def score_repetition(
     scores: Tensor,
     weights: Tensor | None = None,
     softmax: Softmax = PLAIN_SOFTMAX,
+    own: Tensor | None = None,
 ) -> None:
     weights = None if weights is None else weights.contiguous()
     where = seq_len, context, start, sinks
     _function("score_repetition")(
-        query, cache.keys, blocks, scale * cache.key_scale, *where, scores, weights, *_softmax(softmax)
+        query, cache.keys, blocks, scale * cache.key_scale, *where, scores, weights, own, *_softmax(softmax)
     )
 
 

@@ -252,6 +252,7 @@ def score_repetition(
     scores: Tensor,
     weights: Tensor | None = None,
     softmax: Softmax = PLAIN_SOFTMAX,
+    own: Tensor | None = None,
 ) -> None:
     """Raises ``scores`` of a chunk of a context to the largest probability that queries which repeat it give an entry.
 
@@ -261,21 +262,28 @@ def score_repetition(
     first ``sinks`` tokens, up to ``start`` of them, the chunk, and the tokens from ``context`` up to the query's own;
     the largest is over queries and, in ``[H, m]``, the query heads of a KV head. weights: ``[q]`` float32, factors of
     each query's probabilities. Scores that would become NaN stay as they are.
+
+    own: ``[q, H * G, d]``; the queries are then made of these, which are those of the context's last tokens, and
+    ``seq_len`` is ``context``. All see the whole chunk, and the tokens from ``start`` up to the query's own, with which
+    it shares its probabilities, are attended to by ``own``.
     """
     num_queries, num_scored = query.shape[0], scores.shape[1]
     sinks = min(sinks, start)
-    ranges = (0, sinks), (start, start + num_scored), (context, seq_len)
+    ranges = (0, sinks), (start, start + num_scored), (start if own is not None else context, seq_len)
     keys = torch.cat([_segment(cache.keys, blocks, a, b, 2) for a, b in ranges if b > a], 2).float()
     num_kv_heads, _, num_keys = keys.shape
-    grouped = query.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).contiguous() * (
-        scale * cache.key_scale
-    )
+    grouped = [
+        rows.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).contiguous() * (scale * cache.key_scale)
+        for rows in (query, query if own is None else own)
+    ]
+    others = sinks + num_scored
     # Queries in groups whose logits stay in a core's cache, or, on a GPU, take up to 64 MiB.
     group = max(1, (1 << (18 if query.is_cpu else 24)) // (query.shape[1] * num_keys))
     for first in range(0, num_queries, group):
         last = min(first + group, num_queries)
         seen = num_keys - num_queries + last  # by the newest of them
-        logits = torch.matmul(grouped[:, :, first:last].flatten(1, 2), keys[:, :, :seen])
+        parts = zip(grouped, (slice(others), slice(others, seen)), strict=True)
+        logits = torch.cat([rows[:, :, first:last].flatten(1, 2) @ keys[:, :, some] for rows, some in parts], 2)
         logits = softmax.capped(logits.unflatten(1, (-1, last - first)))
         logits.masked_fill_(~_causal(last - first, seen, query.device), -torch.inf)
         total = softmax.log_norms(logits)

@@ -197,6 +197,10 @@ class Tracker(Part):
     """True if scores come from queries of tokens that repeat the context after it (``repetition``), and from no others:
     ``mode`` is then ``none``."""
 
+    reads_ahead: ClassVar[bool] = False
+    """True if scores come from the context's own queries, turned as if it were repeated (``lookahead``), and from no
+    others: ``mode`` is then ``none``."""
+
     predicts_scores: ClassVar[bool] = False
     """True if scores come from a model of the tokens' hidden states, as logarithms: ``mode`` is then ``none``."""
 

@@ -100,7 +100,7 @@ class CompressionPolicy(BaseModel):
     @property
     def scores_tokens(self) -> bool:
         """True if every token of the prompt, and perhaps each generated one, gets a score as it is computed."""
-        return self.accumulates_scores or self.tracker.predicts_scores
+        return self.accumulates_scores or self.tracker.predicts_scores or self.tracker.reads_ahead
 
     @property
     def needs_scores(self) -> bool:

@@ -73,5 +73,6 @@ _register("fused", "Best rank by two selectors", "none fused drop adaptive")
 _register("adakv", "Ada-KV, Feng et al., arXiv:2407.11550", "sum snapkv drop adaptive", **WINDOW)
 # Each head keeps its newest entry too, from which generation goes on.
 _register("kvzip", "KVzip, Kim et al., arXiv:2505.23416", "reconstruction top_scores drop global", decode="grow")
+_register("kvzip_once", "KVzip's scores from one reading", "lookahead top_scores drop global", decode="grow")
 # The source evicts by a threshold alone: budget {"threshold": 0.018, ...} is its ln t = -4. Scores are not pooled.
 _register("kvzap", "KVzap, arXiv:2601.07891", "predicted snapkv drop global", window_size=128, kernel_size=1)

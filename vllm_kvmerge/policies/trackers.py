@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvmerge import ops
-from vllm_kvmerge.policies.base import MAX_TOKENS, Entries, Repetition, ScoreMode, ServedModel, Tracker
+from vllm_kvmerge.policies.base import MAX_QUERIES, MAX_TOKENS, Entries, Repetition, ScoreMode, ServedModel, Tracker
 from vllm_kvmerge.policies.registry import register
 
 ScoreWindow = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal["all"]
@@ -196,6 +196,42 @@ class ReconstructionTracker(Tracker):
 
 
 @register
+class LookaheadTracker(Tracker):
+    """Largest attention that an entry gets from the context's own queries, turned as if the text came again: KVzip's
+    scores without its repetition.
+
+    When a model repeats a text, each token looks for its earlier occurrence, and for what followed it. So does its
+    query of the first reading, once RoPE puts it behind the text, ``chunk_size`` positions further on or as many as the
+    context has. Queries are taken in blocks of ``lookahead`` tokens, and attend to the ``chunk_size`` newest entries
+    and all of their own block's, and to the first ``num_prefix_tokens`` of the sequence. They share their probabilities
+    with what they would see of the repetition, for which the first reading stands: the same entries up to their own, at
+    the true distances. An entry's score is the largest probability that any query of any query head that shares the KV
+    head gives it; those first tokens have the largest there is. Only a block's queries are kept.
+    """
+
+    name = "lookahead"
+    source = "own design, after KVzip section 3, arXiv:2505.23416"
+    mode = ScoreMode.NONE
+    reads_ahead = True
+    needs_rotation = True
+
+    chunk_size: int = Field(2048, ge=1, le=MAX_TOKENS, description="Newest entries that a query attends to.")
+    lookahead: int = Field(64, ge=1, le=MAX_QUERIES, description="Tokens whose queries see each other's entries.")
+    num_prefix_tokens: int = Field(4, ge=0, le=MAX_TOKENS, description="First tokens, which are kept.")
+
+    @property
+    def query_window(self) -> int:
+        return self.lookahead
+
+    @property
+    def prompt_window(self) -> ScoreWindow:
+        return "all"
+
+    def importance(self, entries: Entries) -> Tensor:
+        return entries.scores.masked_fill(entries.positions < self.num_prefix_tokens, 1.0)
+
+
+@register
 class PredictedTracker(Tracker):
     """Scores that a small model predicts from each token's hidden states, one linear layer or MLP per layer (KVzap).
 
@@ -224,7 +260,7 @@ def attention_mass(tracker: Tracker, entries: Entries) -> Tensor:
     predicted ones, whose logarithms are.
     """
     importance = tracker.importance(entries).masked_fill(~entries.is_live, -torch.inf)
-    if tracker.repeats_context:
+    if tracker.repeats_context or tracker.reads_ahead:
         return importance.clamp(min=0.0)
     if tracker.predicts_scores:
         return importance.clamp(max=80.0).exp()

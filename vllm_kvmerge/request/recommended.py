@@ -19,7 +19,8 @@ Case = Literal["known", "later"]
 class Measured(BaseModel):
     """A policy's figures in one case.
 
-    uneven: whether heads have budgets of their own. rereads: whether the model reads what is compressed a second time.
+    uneven: whether heads have budgets of their own. for_turns: whether it suits chats that go on from what their last
+    turn has left (``reuse``): not if it refuses them, or the model would read all of it again every turn.
     score: share of the full cache's score and its 95% interval, by budget. held: bytes of the cache, as a share of the
     full one's, at the budget that ranks, once a context has been compressed.
     """
@@ -29,7 +30,7 @@ class Measured(BaseModel):
     label: str
     parameters: dict[str, Any]
     uneven: bool
-    rereads: bool
+    for_turns: bool
     score: dict[str, tuple[float, float, float]]
     held: float
 
@@ -45,9 +46,10 @@ class Recommendations(BaseModel):
     budget: float
     cases: dict[Case, list[Measured]]
 
-    def best(self, case: Case, even: bool = False, once: bool = False) -> Measured:
-        """even: of those whose heads have even budgets. once: of those that read what they compress once."""
-        return next(one for one in self.cases[case] if not (even and one.uneven) and not (once and one.rereads))
+    def best(self, case: Case, even: bool = False, for_turns: bool = False) -> Measured:
+        """even: of those whose heads have even budgets. for_turns: of those that suit chats."""
+        suited = (one for one in self.cases[case] if one.for_turns or not for_turns)
+        return next(one for one in suited if not (even and one.uneven))
 
 
 @cache
@@ -59,11 +61,11 @@ def recommendations() -> Recommendations:
 def with_policy(data: Mapping[str, Any]) -> dict[str, Any]:
     """``data``, which names no policy, with the best one for its case. What follows a context is kept whole.
 
-    A chat that goes on from what its last turn has left asks later questions too, and would be read again every turn.
+    A chat that goes on from what its last turn has left asks later questions too.
     """
     has_context = (data.get("context_tokens"), data.get("context_messages")) != (None, None)
     is_chat = data.get("reuse") is not None
     case: Case = "later" if has_context or is_chat else "known"
     decode = {"decode": "grow"} if has_context else {}
-    best = recommendations().best(case, even=data.get("allocator") == Uniform.name, once=is_chat)
+    best = recommendations().best(case, even=data.get("allocator") == Uniform.name, for_turns=is_chat)
     return {**decode, **best.parameters, **data}

@@ -404,7 +404,8 @@ def _conflicts(spec: CompressionSpec) -> list[Obstacle]:
     """Fields and parts that do not go together."""
     policy, tracker, named = spec.policy, spec.policy.tracker, f"tracker {spec.policy.tracker.name!r}"
     in_cache, is_refreshed, is_pressed = spec.positions == "cache", spec.refresh is not None, spec.awaits_pressure
-    repeats, scores_once = tracker.repeats_context, tracker.repeats_context or tracker.predicts_scores
+    repeats = tracker.repeats_context or tracker.reads_ahead
+    scores_once = repeats or tracker.predicts_scores
     scores = f"{named} scores {'the context alone, once' if repeats else 'tokens once'}"
     whole = "which needs the whole context"
     pressed = "a request with trigger 'pressure' may be compressed at any time, or never"
@@ -436,6 +437,7 @@ def _conflicts(spec: CompressionSpec) -> list[Obstacle]:
           for field in ("context_tokens", "context_messages", "prefill", "refresh", "reuse")),
         (is_pressed and scores_once,
          "trigger", parts, f"trigger 'pressure' with {named}, which has no scores then", "'budget'"),
+        (spec.reuse and tracker.reads_ahead, "reuse", fields, f"{spec.reuse!r} with {named}, {whole}", "null"),
         (spec.reuse and is_refreshed,
          "reuse", fields, f"{spec.reuse!r} with a refresh, whose complete cache ends with the request", "null"),
     ]  # fmt: on

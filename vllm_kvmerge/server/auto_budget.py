@@ -62,7 +62,7 @@ class AutoBudget(BaseModel):
         if self.policy == AUTO:
             del given["policy"]
             is_even = given.get("allocator") == Uniform.name
-            best = [recommendations().best("later", is_even, once) for once in (True, False)]
+            best = [recommendations().best("later", is_even, for_turns) for for_turns in (True, False)]
             parameters = {one.label: one.parameters for one in best}.values()
             policies = [{"decode": "grow", **one, **given} for one in parameters]
         found = [[policy | {"budget": budget} for budget in BUDGETS] for policy in policies]

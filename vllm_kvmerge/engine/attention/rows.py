@@ -19,6 +19,7 @@ from vllm_kvmerge.ops import (
     score_repetition,
 )
 from vllm_kvmerge.policies.rotation import Rotation
+from vllm_kvmerge.policies.trackers import LookaheadTracker
 
 if TYPE_CHECKING:  # compactions run without vLLM too
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -148,6 +149,48 @@ class ScoreWindow:
 
 
 @dataclass(frozen=True)
+class LookaheadWindow:
+    """Scores the row's tokens before ``end`` by their own queries, as ``tracker`` says, and keeps these in ``ring``."""
+
+    end: int
+    tracker: LookaheadTracker
+    ring: QueryRing
+    rotation: Rotation
+    prompt_scores: PromptScores
+
+    def score(
+        self,
+        layer: int,
+        query: Tensor,
+        cache: PagedKVCache,
+        where: "QueryReader",
+        scale: float,
+        softmax: Softmax,
+        lse: Tensor | None = None,
+    ) -> None:
+        """As ``ScoreWindow.score``."""
+        block, sinks = self.tracker.lookahead, self.tracker.num_prefix_tokens
+        computed = where.seq_len - len(query)
+        before = self.ring.queries(computed, slice(layer, layer + 1), computed % block)[0]
+        begin, own = computed - len(before), torch.cat([before, query])
+        # A turn by so many positions is the same from everywhere.
+        distances = 0, min(self.end, self.tracker.chunk_size)
+        here, there = (torch.tensor(position, device=query.device) for position in distances)
+        turned = self.rotation.moved(own.float(), here, there).to(query.dtype)
+        for first in range(begin, self.end, block):
+            end = min(first + block, self.end)
+            start = max(sinks, min(first, end - self.tracker.chunk_size))
+            if end > where.seq_len:
+                break
+            if start < end:
+                # Those of the first tokens, which are outliers, are left out.
+                some, scores = slice(max(first, start) - begin, end - begin), self.prompt_scores.scores[layer, :, start:end]
+                place = end, end, start, sinks, scores
+                score_repetition(turned[some], cache, where.blocks, scale, *place, softmax=softmax, own=own[some])
+        self.ring.write(layer, query[-self.ring.window :], where.seq_len)
+
+
+@dataclass(frozen=True)
 class RepetitionWindow:
     """Scores tokens ``[start, end)`` of another request's context, the row's first ``context`` tokens, by the queries
     that repeat them: those of the last ``num_queries`` tokens of the row's share of the batch.
@@ -246,7 +289,7 @@ class BatchRow:
     front: int = 0
     tail: int = 0
     update: ScoreUpdate = NO_UPDATE
-    window: ScoreWindow | RepetitionWindow | PredictedScores | None = None
+    window: ScoreWindow | LookaheadWindow | RepetitionWindow | PredictedScores | None = None
     ring: QueryRing | None = None
     pages: HeadPages | None = None
     table: Tensor | None = None

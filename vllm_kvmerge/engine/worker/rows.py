@@ -15,6 +15,7 @@ from vllm_kvmerge.engine.attention.rows import (
     PLAIN,
     BatchRow,
     HeldQueries,
+    LookaheadWindow,
     Normalization,
     PredictedScores,
     PromptScores,
@@ -33,6 +34,7 @@ from vllm_kvmerge.engine.worker.verification import score_tokens
 from vllm_kvmerge.ops import NO_UPDATE, HeadPages, ScoreMode, ScoreUpdate
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies.errors import PartError
+from vllm_kvmerge.policies.trackers import LookaheadTracker
 from vllm_kvmerge.request.spec import CompressionSpec
 
 
@@ -214,6 +216,10 @@ class CompressedRows(CompressedCache):
         state.prompt_scores.grow(seq_len)
         if config.policy.tracker.predicts_scores:
             return BatchRow(window=PredictedScores(self._seen, state.prompt_scores), ring=state.ring)
+        if isinstance(tracker := config.policy.tracker, LookaheadTracker):
+            assert window.end is not None and state.ring is not None and self.compactor.rotation is not None
+            ahead = window.end, tracker, state.ring, self.compactor.rotation, state.prompt_scores
+            return BatchRow(window=LookaheadWindow(*ahead))
         num_queries = min(num_scheduled, seq_len - window.start)
         return BatchRow(window=ScoreWindow(num_queries, score_update(config), state.prompt_scores), ring=state.ring)
 

@@ -667,16 +667,27 @@ REPETITION = ["num_queries", "seq_len", "context", "start", "num_first", "num_sc
 """Numbers that differ from call to call, by which no kernel is to be compiled anew."""
 
 
+@triton.jit
+def normalizer_with(top, total, q, k, visible, scale, CAP: tl.constexpr):
+    """The largest logit of each query so far and the sum of exponentials relative to it, to the base 2, of what is
+    ``visible`` of some keys as well."""
+    logits = tl.where(visible, capped(tl.dot(q, k, input_precision="ieee") * scale, CAP), float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    return new_top, total * tl.exp2(top - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
+
+
 @triton.jit(do_not_specialize=REPETITION, do_not_specialize_on_alignment=["blocks", "weights", "sinks"])
 def normalize_repetition(
-    query, cache, blocks, weights, sinks, lse, scale, num_queries, seq_len, context, start, num_first, num_scored,
+    query, own, cache, blocks, weights, sinks, lse, scale, num_queries, seq_len, context, start, num_first, num_scored,
     G: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """What a logit lacks to the logarithm of a weighed probability, of one tile of queries and one KV head.
 
     Grid: tiles, heads. lse: ``[num_queries, H * G]``, to the base 2. Entries are numbered without what lies between:
-    the first ones, the chunk, and the tokens behind the context. sinks: ``[H * G]`` or None, as in ``attend``.
+    the first ones, and the chunk; then come the tokens behind the context, or, attended to by ``own`` if it is not
+    None, those from ``start`` on. sinks: ``[H * G]`` or None, as in ``attend``.
     """
     head = tl.program_id(1)
     first_query = tl.program_id(0) * (BLOCK_M // G)
@@ -686,25 +697,28 @@ def normalize_repetition(
     position = seq_len - num_queries + number
     last = tl.minimum(first_query + BLOCK_M // G, num_queries)
     counted = num_first + num_scored
-    end = counted + seq_len - num_queries + last - context
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
         top = tl.load(sinks + q_head, mask=wanted, other=0.0) * LOG2E
         total += 1.0
-    for first in range(0, end, BLOCK_N):
+    for first in range(0, counted, BLOCK_N):
         entry = first + tl.arange(0, BLOCK_N)
-        live = entry < end
+        live = entry < counted
         token = tl.where(entry < num_first, entry, start + entry - num_first)
-        token = tl.where(entry < counted, token, context + entry - counted)
+        k = keys_of(cache, blocks, token, live, head, HEAD_SIZE, BLOCK_SIZE, COMPUTE, BLOCK_D)
+        top, total = normalizer_with(top, total, q, k, live[None, :], scale, CAP)
+    begin = context
+    if own is not None:
+        begin = start
+        q, _, _, _ = queries_of(own, first_query, num_queries, head, G, HEAD_SIZE, COMPUTE, BLOCK_M, BLOCK_D)
+    end = seq_len - num_queries + last
+    for first in range(begin, end, BLOCK_N):
+        token = first + tl.arange(0, BLOCK_N)
+        live = token < end
         k = keys_of(cache, blocks, token, live, head, HEAD_SIZE, BLOCK_SIZE, COMPUTE, BLOCK_D)
         visible = live[None, :] & (token[None, :] <= position[:, None])
-        logits = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)
-        logits = tl.where(visible, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
-        top = new_top
+        top, total = normalizer_with(top, total, q, k, visible, scale, CAP)
     level = top + tl.log2(total)
     if weights is not None:
         level -= tl.log2(tl.load(weights + number, mask=wanted, other=1.0))
