@@ -498,10 +498,11 @@ class HeadPages:
         return HeadPages(layers, ids.flatten(0, 1).unsqueeze(1), self.fronts.flatten().unsqueeze(1))
 
     def table(self) -> Tensor:
-        """``[1 + rows * H * (1 + pages)]`` int32 on the CPU: the number of pages that each head's list has room for,
-        then, for each row and head, its number of entries and its list."""
+        """``[1 + rows * H * (1 + pages) + 1]`` int32 on the CPU: the number of pages that each head's list has room
+        for; for each row and head, its number of entries and its list; and whether the pages, of all rows, are coded
+        ones."""
         lists = torch.cat([self.fronts.unsqueeze(2), self.ids], 2).flatten()
-        return torch.cat([torch.tensor([self.ids.shape[2]]), lists]).int()
+        return torch.cat([torch.tensor([self.ids.shape[2]]), lists, torch.tensor([self.is_coded(0)])]).int()
 
     def table_on(self, device: torch.device) -> Tensor:
         """``table`` on a device, where it is sent once."""
@@ -592,12 +593,13 @@ class PageTables:
 
     layers: the caches of all layers, by whose number ids count. layer: number of the one that attends. addresses:
     ``[rows]`` int64 on the device, of each request's ``HeadPages.table``, with a row for each layer, on the device;
-    0: an ordinary front, in the row's blocks.
+    0: an ordinary front, in the row's blocks. coded: whether there may be coded pages among them.
     """
 
     layers: Sequence[PagedKVCache]
     layer: int
     addresses: Tensor
+    coded: bool = False
 
 
 Destination = Tensor | HeadPages
