@@ -78,11 +78,11 @@ def has_states(model: "ModelConfig") -> bool:
     return model.is_hybrid
 
 
-def front_obstacle(vllm_config: "VllmConfig") -> str | None:
-    """Why fronts cannot be in 8 bits (``front``); None: they can."""
+def front_obstacle(vllm_config: "VllmConfig", attention: str | None) -> str | None:
+    """Why fronts cannot be in 8 bits (``front``); None: they can. attention: its implementation on a GPU."""
     model = vllm_config.model_config
     obstacles = {
-        "GPUs yet": vllm_config.device_config.device_type != "cpu",
+        "attention in CUDA C++": attention == "cuda",
         "models that keep one latent for keys and values (MLA)": model.use_mla,
         "models with Mamba or linear-attention layers": has_states(model),
         "caches of 8 bits": vllm_config.cache_config.cache_dtype in QUANTISED,

@@ -274,8 +274,7 @@ class Limits:
              "normalized", f"{name!r} then weighs values, {latent}", "false"),
             (shape.has_latents and spec.refresh is not None,
              "refresh", f"a refresh copies keys and values, {latent}", "null"),
-            (spec.front and (shape.front_obstacle or not self.head_pages),
-             "front", f"{spec.front!r} is not for {shape.front_obstacle or 'servers without head_pages'}", "null"),
+            (spec.front and self.front_obstacle, "front", f"{spec.front!r} is not for {self.front_obstacle}", "null"),
             (shape.has_states and in_cache, "positions", f"'cache' {states}", "'text'"),
             (shape.has_states and spec.awaits_pressure, "trigger", f"'pressure' {states}", "'budget'"),
             (shape.has_states and tracker.repeats_context, "tracker", f"{name!r} {states}", "another tracker"),
@@ -353,6 +352,11 @@ class Limits:
             what += f" would take {_mebibytes(num_bytes)}, more than {_mebibytes(self.max_bytes)}"
             allowed = f"{smaller}, or more by the server's option --max-compaction-bytes"
             raise refusal("", "too_expensive", what, allowed)
+
+    @property
+    def front_obstacle(self) -> str | None:
+        """Why fronts cannot be in 8 bits; None: they can."""
+        return self.shape.front_obstacle or (None if self.head_pages else "servers without head_pages")
 
     @property
     def num_heads(self) -> int:

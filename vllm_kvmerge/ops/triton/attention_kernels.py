@@ -428,7 +428,7 @@ def attend(
             top = new_top
             if VALUES and paged == CODED:
                 # Of small values, weights times scales would be nothing in float16.
-                PRODUCT: tl.constexpr = tl.bfloat16 if COMPUTE == tl.float16 else COMPUTE
+                PRODUCT: tl.constexpr = tl.bfloat16 if k.dtype == tl.float16 else k.dtype
                 weights *= scales_at(cache, rows, at, live, V_PLANE, BLOCK_SIZE)[None, :]
                 v = codes_at(codes, rows, at, live, V_PLANE, HEAD_SIZE, PRODUCT, BLOCK_D)
                 sums = sums * shrink[:, None] + tl.dot(weights.to(PRODUCT), v, input_precision="ieee")
