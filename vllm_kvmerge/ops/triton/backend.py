@@ -68,7 +68,7 @@ def codes_of(cache: PagedKVCache) -> Codes:
     if found is None:
         keys, values = cache.coded.keys, cache.coded.values
         first = values.data_ptr() - keys.data_ptr()
-        found = cache.__dict__["_kernel_codes"] = Codes(*keys.stride(), first, *values.stride()[:3])
+        found = cache.__dict__["_kernel_codes"] = Codes._make((*keys.stride(), first, *values.stride()[:3]))
     return found
 
 
