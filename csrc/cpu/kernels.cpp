@@ -778,6 +778,19 @@ struct Operand<I8, Way::pairs> {
   typedef int16_t type;
 };
 
+template <class T, Way kWay>
+struct Multiplied {  // what keys and values are then
+  typedef T type;
+};
+template <Way kWay>
+struct Multiplied<I4, kWay> {
+  typedef BF16 type;
+};
+template <>
+struct Multiplied<I4, Way::floats> {
+  typedef float type;
+};
+
 inline float element(const Rows& rows, int64_t index) {
   if (rows.dtype == DType::f32) return static_cast<const float*>(rows.data)[index];
   if (rows.dtype == DType::bf16) return to_float(static_cast<const BF16*>(rows.data)[index]);
@@ -786,8 +799,9 @@ inline float element(const Rows& rows, int64_t index) {
 
 int64_t attend_scratch(int64_t rows, int64_t head_size) {
   const int64_t padded_rows = in_sixteens(rows), width = padded_nonzero(head_size);
-  // Queries, logits, weights in 16 bits, sums of whole numbers and their units, pairs of values.
-  return padded_rows * (width + kChunk + kChunk / 2 + width + 2) + (kHasTiles ? kChunk * width / 2 : 0) + 64;
+  // Queries, logits, weights in 16 bits, sums of whole numbers and their units, pairs of values, what is unpacked.
+  return padded_rows * (width + kChunk + kChunk / 2 + width + 2) + (kHasTiles ? kChunk * width / 2 : 0) + 64 +
+         kChunk * width;
 }
 
 // Splits the tiles [begin, end), at most kChunkTiles, into runs; returns their number.
@@ -810,7 +824,7 @@ int find_runs(const Tiles& tiles, int64_t begin, int64_t end, Run* runs) {
 
 void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) {
   const PagedKVCache& cache = *a.cache;
-  const int64_t row_bytes = static_cast<int64_t>(cache.head_size) * cache.item_size;
+  const int64_t row_bytes = static_cast<int64_t>(cache.head_size) * cache.item_size / (cache.dtype == DType::i4 ? 2 : 1);
   for (int i = 0; i < count; ++i)
     ahead.add(runs[i].page.rows + runs[i].offset * row_bytes, runs[i].count * kTile * row_bytes);
   if (!a.with_values) return;
@@ -854,6 +868,88 @@ inline void split_columns(float* x, int count) {
 // The scales of a coded page's keys, or of its values.
 inline const F16* scales(const PagedKVCache& cache, Page page, bool of_values) {
   return reinterpret_cast<const F16*>(page.metadata + cache.block_size) + (of_values ? cache.block_size : 0);
+}
+
+#if defined(__AVX512F__)
+// What the codes 0 to 15 stand for.
+inline VF numbers_of(const F16* range) {
+  int32_t both;
+  __builtin_memcpy(&both, range, sizeof both);
+  const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(both)), offset = _mm_permute_ps(scale, 1);
+  return iota() * bit_cast<VF>(_mm512_broadcastss_ps(scale)) + bit_cast<VF>(_mm512_broadcastss_ps(offset));
+}
+#endif
+
+// out[i] = offset + scale * code i, of `count` neighbours (16 or 32) that share a range.
+inline void unpack(const I4* codes, const F16* range, int count, float* out) {
+#if defined(__AVX512F__)
+  const __m128i bytes = count < 32 ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))
+                                   : _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const __m512i pairs = _mm512_cvtepu8_epi32(bytes), table = bit_cast<__m512i>(numbers_of(range));
+  const __m512i even = _mm512_permutexvar_epi32(pairs, table);  // of an index, the lower 4 bits count
+  const __m512i odd = _mm512_permutexvar_epi32(_mm512_srli_epi32(pairs, 4), table);
+  VF first, second;
+  join_split(bit_cast<VF>(even), bit_cast<VF>(odd), &first, &second);
+  store(out, first);
+  if (count == 32) store(out + 16, second);
+#else
+  const VF scale = broadcast(to_float(range[0])), offset = broadcast(to_float(range[1]));
+  uint8_t numbers[32];
+  for (int i = 0; i < count / 2; ++i) {
+    numbers[2 * i] = codes[i].bits & 15;
+    numbers[2 * i + 1] = codes[i].bits >> 4;
+  }
+  for (int i = 0; i < count; i += kLanes)
+    store(out + i, __builtin_convertvector(bit_cast<VI>(widen(numbers + i)), VF) * scale + offset);
+#endif
+}
+#if defined(__AVX512BF16__)
+inline void unpack(const I4* codes, const F16* range, int count, BF16* out) {
+  const __m128i bytes = count < 32 ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))
+                                   : _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const __m512i pairs = _mm512_cvtepu8_epi32(bytes), both = _mm512_or_si512(pairs, _mm512_slli_epi32(pairs, 12));
+  const __m256bh table = _mm512_cvtneps_pbh(bit_cast<__m512>(numbers_of(range)));
+  const __m512i found = _mm512_permutexvar_epi16(_mm512_and_si512(both, _mm512_set1_epi32(0xf000f)),
+                                                 _mm512_zextsi256_si512(bit_cast<__m256i>(table)));
+  if (count == 32) _mm512_storeu_si512(out, found);
+  else _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_castsi512_si256(found));
+}
+#else
+inline void unpack(const I4*, const F16*, int, BF16*) {}  // not called
+#endif
+
+inline int groups_of(int64_t count) { return static_cast<int>((count + 31) / 32); }
+
+// The ranges of a page's keys, or of its values.
+inline const F16* ranges(const PagedKVCache& cache, Page page, bool of_values) {
+  const int64_t n = cache.block_size, d = cache.head_size;
+  return reinterpret_cast<const F16*>(page.rows + n * d) + (of_values ? 2 * d * groups_of(n) : 0);
+}
+
+// Writes the keys of a run to its columns of `out`, [head size, kChunk].
+template <class M>
+inline void unpack_keys(const PagedKVCache& cache, const Run& run, M* out, Prefetcher& ahead) {
+  const int n = cache.block_size, d = cache.head_size, groups = groups_of(n), first = run.offset / kTile;
+  const I4* codes = reinterpret_cast<const I4*>(run.page.rows) + run.offset / 2;
+  const F16* range = ranges(cache, run.page, false) + 2 * first;
+  ahead.take(static_cast<int64_t>(run.count) * kTile * d / 128);
+  for (int i = 0; i < d; ++i, codes += n / 2, range += 2 * groups, out += kChunk)
+    for (int j = 0; j < run.count; ++j)
+      unpack(codes + j * kTile / 2, range + 2 * j, static_cast<int>(min64(kTile, n - run.offset - j * kTile)),
+             out + (run.first + j) * kTile);
+}
+
+// Writes the values of a run to its rows of `out`, [kChunk, head size].
+template <class M>
+inline void unpack_values(const PagedKVCache& cache, const Run& run, M* out, Prefetcher& ahead) {
+  const int d = cache.head_size, groups = groups_of(d);
+  const I4* codes = reinterpret_cast<const I4*>(run.page.rows) + (cache.block_size + run.offset) * d / 2;
+  const F16* range = ranges(cache, run.page, true) + 2 * run.offset * groups;
+  out += run.first * kTile * d;
+  ahead.take(static_cast<int64_t>(run.hi) * d / 128);
+  for (int t = 0; t < run.hi; ++t, codes += d / 2, range += 2 * groups, out += d)
+    for (int j = 0; j < groups; ++j)
+      unpack(codes + j * 16, range + 2 * j, static_cast<int>(min64(32, d - j * 32)), out + j * 32);
 }
 
 // The weights of a chunk in a row: its logits times `factor`, less the row's maximum so far, to the power of e; `result`
@@ -904,8 +1000,10 @@ inline void softmax_row(float* x, int width, float factor, float* largest, float
 
 template <class T, Way kWay>
 void attend_as(const Attend& a) {
-  typedef typename Operand<T, kWay>::type Q;
+  typedef typename Multiplied<T, kWay>::type M;
+  typedef typename Operand<M, kWay>::type Q;
   constexpr bool kPairs = kWay != Way::floats, kTiles = kWay == Way::tiles, kCoded = std::is_same_v<T, I8>;
+  constexpr bool kPacked = std::is_same_v<T, I4>;
   constexpr bool kInts = std::is_same_v<Q, int16_t>;
   const PagedKVCache& cache = *a.cache;
   const Tiles tiles(cache, a.segments, a.head);
@@ -917,7 +1015,7 @@ void attend_as(const Attend& a) {
   if (a.with_values)
     for (int64_t i = 0; i < padded_rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
 
-  Prefetcher ahead;
+  Prefetcher ahead, none;
   Run runs[kChunkTiles], next_runs[kChunkTiles];
   int num_next = find_runs(tiles, a.tile_begin, min64(a.tile_begin + kChunkTiles, a.tile_end), next_runs);
   add_ranges(ahead, a, next_runs, num_next);
@@ -928,6 +1026,7 @@ void attend_as(const Attend& a) {
   Q* weights = reinterpret_cast<Q*>(kPairs ? logits + padded_rows * kChunk : logits);
   float* units = reinterpret_cast<float*>(weights + padded_rows * kChunk);  // of queries, then of weights
   float* products = units + in_sixteens(2 * rows);
+  M* unpacked = reinterpret_cast<M*>(a.scratch + attend_scratch(rows, d) - kChunk * acc_stride);
   for (int r = 0; r < rows; ++r) {
     const int64_t token = r / a.group, head = static_cast<int64_t>(a.head) * a.group + r % a.group;
     const int64_t start = token * a.query.token_stride + head * a.query.head_stride;
@@ -966,20 +1065,26 @@ void attend_as(const Attend& a) {
     num_next = find_runs(tiles, chunk + count, min64(chunk + count + kChunkTiles, a.tile_end), next_runs);
     add_ranges(ahead, a, next_runs, num_next);
 
-    Chunk<T, Q> c{runs, num_runs, static_cast<int>(padded_rows), d, static_cast<int>(bs), {}, {}, q, a.scale, logits,
-                  weights, a.accumulator, acc_stride, &ahead, units, units + rows, products};
+    Chunk<M, Q> c{runs, num_runs, static_cast<int>(padded_rows), d, kPacked ? kChunk : static_cast<int>(bs), {}, {}, q,
+                  a.scale, logits, weights, a.accumulator, acc_stride, kPacked ? &none : &ahead, units, units + rows,
+                  products};
     bool has_votes = false;
     for (int i = 0; i < num_runs; ++i) {
-      const T* start = reinterpret_cast<const T*>(runs[i].page.rows);
+      const M* start = reinterpret_cast<const M*>(runs[i].page.rows);
       c.keys[i] = start + runs[i].offset;
       c.values[i] = start + (bs + runs[i].offset) * d;
       has_votes |= runs[i].front;
+      if constexpr (kPacked) {
+        c.keys[i] = unpacked + runs[i].first * kTile;
+        c.values[i] = unpacked + runs[i].first * kTile * d;
+        unpack_keys(cache, runs[i], unpacked, ahead);
+      }
     }
     float factor = 1.0f;  // of the logits
 #if defined(__AMX_BF16__)
     if constexpr (kTiles) {
       tile_logits(c, q_stride);
-      factor = a.scale * kUnit<T>;
+      factor = a.scale * kUnit<M>;
       if (a.cap > 0.0f || a.mode == ScoreMode::log_ema || has_votes || factor <= 0.0f) {
         for (int r = 0; r < rows; ++r)
           for (int i = 0; i < width; i += kLanes) store(logits + r * kChunk + i, load(logits + r * kChunk + i) * factor);
@@ -1039,12 +1144,14 @@ void attend_as(const Attend& a) {
       if (keeps) a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
     }
     if (!a.with_values) continue;
+    if constexpr (kPacked)
+      for (int i = 0; i < num_runs; ++i) unpack_values(cache, runs[i], unpacked, ahead);
 #if defined(__AMX_BF16__)
     if constexpr (kTiles) tile_values(c, pairs);
 #endif
     if constexpr (!kTiles) chunk_values(c);
   }
-  if constexpr (kCoded && kWay == Way::floats)
+  if constexpr ((kCoded || kPacked) && kWay == Way::floats)
     if (kSplits && a.dtype == DType::bf16)
       for (int r = 0; r < rows; ++r) split_columns(a.accumulator + r * acc_stride, d);
 }
@@ -1064,6 +1171,7 @@ void attend(const Attend& a) {
   if (a.cache->dtype == DType::e4m3) return attend_in<E4M3>(a);
   if (a.cache->dtype == DType::e5m2) return attend_in<E5M2>(a);
   if (a.cache->dtype == DType::i8) return attend_in<I8>(a);
+  if (a.cache->dtype == DType::i4) return attend_in<I4>(a);
   attend_in<BF16>(a);
 }
 

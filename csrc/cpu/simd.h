@@ -32,6 +32,10 @@ struct E5M2 {
 struct I8 {
   int8_t bits;
 };
+// Two whole numbers from 0 to 15, the first in the lower bits.
+struct I4 {
+  uint8_t bits;
+};
 typedef int8_t VC __attribute__((vector_size(kLanes)));
 
 constexpr float kInfinity = __builtin_huge_valf();

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.config.model_arch import ModelArchitectureConfig
 
+    from vllm_kvmerge.ops.coded import Coding
+
 SUPPORTED_RELEASES = ((0, 32), (0, 33))
 SUPPORTED_RANGE = ">=0.32,<0.34"
 COMPLETE = ("0.32.0", "0.33.0")
@@ -78,16 +80,21 @@ def has_states(model: "ModelConfig") -> bool:
     return model.is_hybrid
 
 
-def front_obstacle(vllm_config: "VllmConfig") -> str | None:
-    """Why fronts cannot be in 8 bits (``front``); None: they can."""
-    model = vllm_config.model_config
-    obstacles = {
-        "GPUs yet": vllm_config.device_config.device_type != "cpu",
-        "models that keep one latent for keys and values (MLA)": model.use_mla,
-        "models with Mamba or linear-attention layers": has_states(model),
-        "caches of 8 bits": vllm_config.cache_config.cache_dtype in QUANTISED,
-    }
-    return next((what for what, is_there in obstacles.items() if is_there), None)
+def front_obstacles(vllm_config: "VllmConfig") -> "dict[Coding, str]":
+    """Why fronts cannot be coded so (``front``), by the coding."""
+    from vllm_kvmerge.ops.coded import CODINGS
+
+    model, found = vllm_config.model_config, {}
+    for coding, pages in CODINGS.items():
+        obstacles = {
+            "GPUs yet": vllm_config.device_config.device_type != "cpu",
+            "models that keep one latent for keys and values (MLA)": model.use_mla,
+            "models with Mamba or linear-attention layers": has_states(model),
+            "caches of 8 bits": vllm_config.cache_config.cache_dtype in QUANTISED,
+            f"head sizes below {pages.least_head_size}": full_layer(model).head_size < pages.least_head_size,
+        }
+        found |= {coding: what for what, is_there in reversed(obstacles.items()) if is_there}
+    return found
 
 
 def full_layer(model: "ModelConfig") -> "ModelArchitectureConfig":
