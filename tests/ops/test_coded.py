@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_kvmerge.ops import (
-    AttentionBatch,
     ROW_PLANES,
+    AttentionBatch,
     HeadPages,
     PagedKVCache,
     ScoreMode,
@@ -50,7 +50,9 @@ def test_codes_of_4_bits_are_the_nearest(length):
 class Scene:
     """Three rows: with a coded front, with an ordinary front and, nothing of it compressed, a plain one."""
 
-    def __init__(self, seed: int, block_size: int, head_size: int, dtype: torch.dtype, tail_len: int, coding: Coding) -> None:
+    def __init__(
+        self, seed: int, block_size: int, head_size: int, dtype: torch.dtype, tail_len: int, coding: Coding
+    ) -> None:
         self.generator, self.head_size = torch.Generator().manual_seed(seed), head_size
         cell = cell_bytes(head_size, dtype) // dtype.itemsize
         poison = torch.full((BLOCKS * 3, HEADS, block_size, cell), torch.nan, dtype=dtype)

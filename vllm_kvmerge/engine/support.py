@@ -84,7 +84,8 @@ def front_obstacles(vllm_config: "VllmConfig") -> "dict[Coding, str]":
     """Why fronts cannot be coded so (``front``), by the coding."""
     from vllm_kvmerge.ops.coded import CODINGS
 
-    model, found = vllm_config.model_config, {}
+    model = vllm_config.model_config
+    found: dict[Coding, str] = {}
     for coding, pages in CODINGS.items():
         obstacles = {
             "GPUs yet": vllm_config.device_config.device_type != "cpu",
@@ -93,7 +94,8 @@ def front_obstacles(vllm_config: "VllmConfig") -> "dict[Coding, str]":
             "caches of 8 bits": vllm_config.cache_config.cache_dtype in QUANTISED,
             f"head sizes below {pages.least_head_size}": full_layer(model).head_size < pages.least_head_size,
         }
-        found |= {coding: what for what, is_there in reversed(obstacles.items()) if is_there}
+        if obstacle := next((what for what, is_there in obstacles.items() if is_there), None):
+            found[coding] = obstacle
     return found
 
 

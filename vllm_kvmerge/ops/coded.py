@@ -111,16 +111,16 @@ class Int8Pages(CodedPages):
 
 @dataclass(frozen=True)
 class Int4Pages(CodedPages):
-    """Whole numbers from 0 to 15, times a scale, plus an offset, which ``GROUP`` neighbours in memory share: the numbers
-    of a channel in as many keys, and as many channels of a value. Keys are transposed, wherever the cache is."""
+    """Whole numbers from 0 to 15, times a scale, plus an offset, which ``GROUP`` neighbours in memory share: numbers
+    of a channel in so many keys, and so many channels of a value. Keys are transposed, wherever the cache is."""
 
     slots = 3
     least_head_size = 32  # smaller ones leave too little room for the ranges
 
     keys: Tensor  # [B, H, d, n / 2] uint8, the even slot in the lower 4 bits
     values: Tensor  # [B, H, n, d / 2] uint8, likewise
-    key_ranges: Tensor  # [B, H, d, n / GROUP, 2] float16, scale and offset
-    value_ranges: Tensor  # [B, H, n, d / GROUP, 2] float16
+    key_ranges: Tensor  # [B, H, n / GROUP, 2, d] float16, scales and offsets
+    value_ranges: Tensor  # [B, H, d / GROUP, 2, n] float16
 
     @classmethod
     def of(cls, cache: "PagedKVCache") -> "Int4Pages":
@@ -130,20 +130,20 @@ class Int4Pages(CodedPages):
         for rows, row_bytes in (
             (head_size, size // 2),
             (size, head_size // 2),
-            (head_size, 4 * -(-size // GROUP)),
-            (size, 4 * -(-head_size // GROUP)),
+            (-(-size // GROUP), 4 * head_size),
+            (-(-head_size // GROUP), 4 * size),
         ):
             planes.append(rest[..., : rows * row_bytes].unflatten(-1, (rows, row_bytes)))
             rest = rest[..., rows * row_bytes :]
         keys, values, *ranges = planes
-        return cls(votes, keys, values, *(one.view(torch.float16).unflatten(-1, (-1, 2)) for one in ranges))
+        return cls(votes, keys, values, *(one.view(torch.float16).unflatten(-1, (2, -1)) for one in ranges))
 
     @staticmethod
     def encode(keys: Tensor, values: Tensor, live: Tensor) -> dict[str, Tensor]:
         live = live.unsqueeze(-1)
-        key_codes, key_ranges = ranged(keys.mT, live.mT)
-        value_codes, value_ranges = ranged(values, live)
-        return {"keys": key_codes, "key_ranges": key_ranges, "values": value_codes, "value_ranges": value_ranges}
+        (key_codes, key_ranges), (value_codes, value_ranges) = ranged(keys.mT, live.mT), ranged(values, live)
+        ranges = {"key_ranges": key_ranges, "value_ranges": value_ranges}
+        return {"keys": key_codes, "values": value_codes} | ranges
 
     @staticmethod
     def decode(planes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -179,8 +179,8 @@ def scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ranged(rows: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of 4 bits in pairs, and ranges, ``[..., d / 2]`` uint8 and ``[..., d / GROUP, 2]`` float16, of ``rows``
-    (``[..., d]`` float32, finite), as far as they are ``live``; the last group may be shorter."""
+    """Codes of 4 bits in pairs, and ranges, ``[p, r, d / 2]`` uint8 and ``[p, d / GROUP, 2, r]`` float16, of ``rows``
+    (``[p, r, d]`` float32, finite), as far as they are ``live``; the last group may be shorter."""
     limits, length = torch.finfo(torch.float16), rows.shape[-1]
     beyond = 0, -length % GROUP
     groups = torch.nn.functional.pad(rows, beyond).unflatten(-1, (-1, GROUP))
@@ -188,14 +188,15 @@ def ranged(rows: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
     low, high = groups.masked_fill(dead, torch.inf).amin(-1), groups.masked_fill(dead, -torch.inf).amax(-1)
     low, high = (end.nan_to_num(0.0, 0.0, 0.0).clamp(limits.min, limits.max) for end in (low, high))
     scales = ((high - low) / 15).clamp(min=limits.smallest_normal)
-    ranges = torch.stack([scales, low], -1).half()
+    ranges = torch.stack([scales, low], -1).half()  # [p, r, d / GROUP, 2]
     scales, low = ranges.float().unsqueeze(-2).unbind(-1)
     codes = groups.sub(low).div_(scales).round_().clamp_(0, 15).to(torch.uint8).flatten(-2)[..., :length]
-    return codes[..., ::2] | codes[..., 1::2] << 4, ranges
+    return codes[..., ::2] | codes[..., 1::2] << 4, ranges.permute(0, 2, 3, 1)
 
 
 def unranged(codes: Tensor, ranges: Tensor) -> Tensor:
-    """``[..., d]`` float32, what ``ranged`` stands for."""
+    """``[p, r, d]`` float32, what ``ranged`` stands for."""
     numbers = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    scales, low = ranges.float().repeat_interleave(GROUP, -2)[..., : numbers.shape[-1], :].unbind(-1)
+    by_number = ranges.permute(2, 0, 3, 1).float().repeat_interleave(GROUP, -1)
+    scales, low = by_number[..., : numbers.shape[-1]]
     return numbers * scales + low

@@ -1,7 +1,7 @@
 """Limits of requests: what the server and the model allow, and memory outside the pool."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm_kvmerge.ops.coded import Coding, slots_of
 from vllm_kvmerge.ops.types import METADATA_BYTES
@@ -39,7 +39,7 @@ class ModelShape:
     entry is one vector, key and value at once (MLA), and ``head_size`` its length. has_windows, has_states: it has
     other layers, which are not compressed: they see the newest tokens alone, or have states (Mamba, linear attention).
     has_surrogate: a model predicts scores of hidden states. num_positions: that RoPE has a turn for; None: not known.
-    front_obstacles: why fronts cannot be coded so, by the coding.
+    front_obstacles: why fronts cannot be coded so, by the coding; None: all can.
     rotation_obstacle, window_rotation_obstacle: why keys, and those of layers with a window, cannot be turned back to
     what they were before RoPE; hidden_states_obstacle: what the server does so that hidden states cannot be seen;
     None: they can.
@@ -62,7 +62,7 @@ class ModelShape:
     has_latents: bool = False
     window_rotation_obstacle: str | None = None
     has_states: bool = False
-    front_obstacles: Mapping[Coding, str] = field(default_factory=dict)
+    front_obstacles: Mapping[Coding, str] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -260,7 +260,7 @@ class Limits:
         windows = f"{layers} sliding-window or chunked-local layers where there is no prefix cache"
         states = f"{layers} Mamba or linear-attention layers"
         softmax = "computes attention differently from the model, which"
-        in_front = spec.front and shape.front_obstacles.get(spec.front)
+        in_front = spec.front and (shape.front_obstacles or {}).get(spec.front)
         unseen = f"hidden states cannot be seen, because the server {shape.hidden_states_obstacle}"
         # fmt: off
         for is_there, field, what, allowed in (

@@ -146,12 +146,13 @@ def restore_front(
         if content.dtype != cache.content.dtype:
             raise SavedFrontError(f"it is in {content.dtype}, this cache in {cache.content.dtype}")
     num_lanes = len(layers) * layers[0].num_kv_heads
+    pages = None
     if "pages.ids" in tensors:
         ids, counts = tensors["pages.ids"], tensors.get("pages.fronts")
         heads = len(layers), layers[0].num_kv_heads
         is_ours = ids.shape[:2] == heads and counts is not None and counts.shape == heads
-        saved = HeadPages(layers, ids, counts, tensors.get("pages.coded"))  # type: ignore[arg-type]
-        if not is_ours or not 0 <= counts.min() <= counts.max() <= ids.shape[-1] * saved.page_size(0):  # type: ignore[union-attr]
+        pages = HeadPages(layers, ids, counts, tensors.get("pages.coded"))  # type: ignore[arg-type]
+        if not is_ours or not 0 <= counts.min() <= counts.max() <= ids.shape[-1] * pages.page_size(0):  # type: ignore[union-attr]
             raise SavedFrontError("its heads' pages are not those of this model")
         if not 0 <= ids.min() <= ids.max() < len(blocks) * num_lanes:
             raise SavedFrontError("its heads' pages are not in its blocks")
@@ -166,11 +167,10 @@ def restore_front(
         planes_of = tensors[f"metadata.{number}"].to(index.device)
         for plane, saved in zip(cache.metadata, planes_of, strict=True):
             plane.index_copy_(0, index, saved.view(plane.dtype))
-    pages = None
-    if "pages.ids" in tensors:
+    if pages is not None:
         places, lanes = tensors["pages.ids"] // num_lanes, tensors["pages.ids"] % num_lanes
         ids = torch.tensor(blocks)[places] * num_lanes + lanes
-        pages = replace(saved, ids=ids)
+        pages = replace(pages, ids=ids)
     return pages, others
 
 
