@@ -1077,14 +1077,21 @@ inline void nibble_logits(const PagedKVCache& cache, const Run& run, int rows, c
                                          slots_of(cache, run, j), q, logits + (run.first + j) * kTile});
 }
 
-// Puts split columns in the order of pairs (`in_order`).
-inline void interleave_columns(float* x, int64_t count) {
+// Puts split columns in the order of pairs (`in_order`), in that which bfloat16's vectors have, or as they are counted.
+inline void order_columns(float* x, int count, bool in_pairs, bool is_split) {
   const __m512i lower = _mm512_setr_epi32(0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
   const __m512i upper = _mm512_setr_epi32(2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  for (int64_t e = 0; e < count; e += 32) {
-    const __m512 even = _mm512_loadu_ps(x + e), odd = _mm512_loadu_ps(x + e + 16);
-    _mm512_storeu_ps(x + e, _mm512_permutex2var_ps(even, lower, odd));
-    _mm512_storeu_ps(x + e + 16, _mm512_permutex2var_ps(even, upper, odd));
+  for (int e = 0; e < count; e += 32) {
+    const VF even = load(x + e), odd = load(x + e + 16);
+    VF first = even, second = odd;
+    if (in_pairs) {
+      first = bit_cast<VF>(_mm512_permutex2var_ps(bit_cast<__m512>(even), lower, bit_cast<__m512>(odd)));
+      second = bit_cast<VF>(_mm512_permutex2var_ps(bit_cast<__m512>(even), upper, bit_cast<__m512>(odd)));
+    } else if (!is_split || count - e < 32) {
+      join_split(even, odd, &first, &second);
+    }
+    store(x + e, first);
+    store(x + e + 16, second);
   }
 }
 #endif
@@ -1303,8 +1310,11 @@ void attend_as(const Attend& a) {
     if constexpr (!kTiles && !kNibbles) chunk_values(c);
   }
 #if defined(__AVX512BF16__)
-  if constexpr (kNibbles)
-    for (int r = 0; r < rows; ++r) interleave_columns(a.accumulator + r * acc_stride, acc_stride);
+  if constexpr (kNibbles) {
+    const bool in_pairs = way_of(a.dtype, a.query.dtype, rows, a.total_queries) == Way::pairs;
+    for (int r = 0; r < rows; ++r)
+      order_columns(a.accumulator + r * acc_stride, d, in_pairs, a.dtype == DType::bf16);
+  }
 #endif
   if constexpr ((kCoded || kPacked) && kWay == Way::floats)
     if (kSplits && a.dtype == DType::bf16)
@@ -1316,8 +1326,12 @@ void attend_in(const Attend& a) {
   switch (way_of(a.dtype, a.query.dtype, a.num_queries * a.group, a.total_queries)) {
     case Way::tiles: return attend_as<T, kHasTiles ? Way::tiles : Way::floats>(a);
     case Way::pairs: return attend_as<T, kHasPairs ? Way::pairs : Way::floats>(a);
-    case Way::floats: return attend_as<T, Way::floats>(a);
+    case Way::floats: break;
   }
+  // Codes of 4 bits are multiplied as whole numbers, unless queries have more bits than these.
+  if constexpr (std::is_same_v<T, I4> && kHasPairs)
+    if (a.query.dtype != DType::f32) return attend_as<I4, Way::pairs>(a);
+  attend_as<T, Way::floats>(a);
 }
 
 void attend(const Attend& a) {
