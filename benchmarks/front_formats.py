@@ -14,39 +14,51 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from vllm_kvmerge.demo import pretrained
+from vllm_kvmerge.ops.coded import CODINGS, Coding
 
 TEXT = Path("/usr/share/common-licenses/GPL-3")
 CONTEXT, AFTER = 1200, 300
 
-Format = Callable[[Tensor], Tensor]
+Format = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of keys and values, ``[H, n, d]``."""
 
 
-def whole_numbers(bits: int, dim: int) -> Format:
-    """Scales are shared along ``dim`` of ``[1, H, n, d]``: -1, by entry; -2, by channel."""
-    largest = 2 ** (bits - 1) - 1
+def coded(coding: Coding, stride: int = 1) -> Format:
+    """As fronts that are coded so and hold one of ``stride`` tokens each."""
 
-    def stored(rows: Tensor) -> Tensor:
-        scales = (rows.float().abs().amax(dim, keepdim=True) / largest).half().float()
-        return ((rows.float() / scales).round().clamp(-largest, largest) * scales).to(rows.dtype)
+    def stored(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.cat([torch.arange(first, keys.shape[1], stride) for first in range(stride)])
+        planes = (rows[:, order].float() for rows in (keys, values))
+        live = torch.ones(keys.shape[:2], dtype=torch.bool)
+        found = CODINGS[coding].decode(CODINGS[coding].encode(*planes, live))
+        keys, values = (rows[:, order.argsort()] for rows in found)
+        return keys, values
 
     return stored
 
 
-def fp8(rows: Tensor) -> Tensor:
+def symmetric(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys as whole numbers from -7 to 7 times a scale of each channel."""
+    scales = (keys.float().abs().amax(1, keepdim=True) / 7).half().float()
+    return (keys.float() / scales).round().clamp(-7, 7) * scales, values
+
+
+def fp8(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.finfo(torch.float8_e4m3fn).max
-    return rows.clamp(-largest, largest).to(torch.float8_e4m3fn).to(rows.dtype)
+    keys, values = (rows.clamp(-largest, largest).to(torch.float8_e4m3fn).float() for rows in (keys, values))
+    return keys, values
 
 
-def unchanged(rows: Tensor) -> Tensor:
-    return rows
+def unchanged(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return keys, values
 
 
-FORMATS: dict[str, tuple[Format, Format]] = {
-    "int8 (front: int8)": (whole_numbers(8, -1), whole_numbers(8, -1)),
-    "int8, keys by channel": (whole_numbers(8, -2), whole_numbers(8, -1)),
-    "int8 keys, int4 values": (whole_numbers(8, -1), whole_numbers(4, -1)),
-    "int4 keys by channel, bfloat16 values": (whole_numbers(4, -2), unchanged),
-    "fp8 (e4m3)": (fp8, fp8),
+FORMATS: dict[str, Format] = {
+    "front: int8": coded("int8"),
+    "front: int4": coded("int4"),
+    "front: int4, one of four tokens": coded("int4", 4),
+    "4-bit keys by channel, without offsets": symmetric,
+    "fp8 (e4m3)": fp8,
 }
 
 
@@ -60,17 +72,17 @@ def main() -> None:
         model(tokens[:, :CONTEXT], past_key_values=whole, logits_to_keep=1)
         rows = [(layer.keys, layer.values) for layer in whole.layers]
 
-        def predictions(of_keys: Format, of_values: Format) -> Tensor:
+        def predictions(stored: Format) -> Tensor:
             cache = DynamicCache()
             for number, (keys, values) in enumerate(rows):
-                cache.update(of_keys(keys), of_values(values), number)
+                cache.update(*(plane.to(keys.dtype).unsqueeze(0) for plane in stored(keys[0], values[0])), number)
             logits = model(tokens[:, CONTEXT:], past_key_values=cache, position_ids=positions).logits[0]
             return logits.float().log_softmax(-1)
 
         print(f"largest number of a key: {max(keys.abs().max().item() for keys, _ in rows):.0f}")
-        expected = predictions(unchanged, unchanged)
-        for name, formats in FORMATS.items():
-            found = predictions(*formats)
+        expected = predictions(unchanged)
+        for name, stored in FORMATS.items():
+            found = predictions(stored)
             divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
             same = (expected.argmax(-1) == found.argmax(-1)).float().mean().item()
             print(f"{name:40} {divergence:8.4f} {same:6.3f}")

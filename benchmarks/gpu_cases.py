@@ -27,7 +27,8 @@ from vllm_kvmerge.ops import (
     reference,
     triton,
 )
-from vllm_kvmerge.ops.types import CODED_ENTRIES, LARGEST_CODE, PLANES, PageTables, coded
+from vllm_kvmerge.ops.coded import LARGEST_CODE, Int8Pages, number_of, scaled, slots_of
+from vllm_kvmerge.ops.types import PLANES, PageTables
 from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.request.spec import parse_compression
 
@@ -150,10 +151,10 @@ class Fronts:
     def __init__(self, caches: Caches, is_coded: bool) -> None:
         self.caches, self.is_coded, device = caches, is_coded, caches.bench.device
         self.length = caches.entries // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
-        size = BLOCK_SIZE * (CODED_ENTRIES if is_coded else 1)
+        size = BLOCK_SIZE * slots_of("int8" if is_coded else None)
         blocks = caches.table[:, : -(-self.length // size)].cpu()
         ids = torch.stack([HeadPages.even(1, 0, caches.bench.heads, some) for some in blocks])
-        fronts, coded = torch.full(ids.shape[:2], self.length), torch.ones(len(ids), dtype=torch.bool)
+        fronts, coded = torch.full(ids.shape[:2], self.length), torch.full((len(ids),), number_of("int8"))
         self.pages = HeadPages(caches.layers[:1], ids, fronts, coded if is_coded else None)
         # Those of each sequence in a row, which must last as long as they are read.
         self._tables = torch.stack([self.pages[row : row + 1].table() for row in range(len(ids))]).to(device)
@@ -169,10 +170,11 @@ class Fronts:
     def _fill(self, layer: PagedKVCache) -> None:
         tails = self.caches.table[:, self.length // BLOCK_SIZE :].flatten().long()
         kept = [(plane, plane[tails]) for plane in (layer.keys, layer.values)]
-        for plane in (layer.coded.keys, layer.coded.values):
+        pages = Int8Pages.of(layer)
+        for plane in (pages.keys, pages.values):
             plane.random_(-LARGEST_CODE, LARGEST_CODE + 1)
-        layer.coded.log_votes.uniform_(0.0, 3.0)
-        for plane in (layer.coded.key_scales, layer.coded.value_scales):
+        pages.log_votes.uniform_(0.0, 3.0)
+        for plane in (pages.key_scales, pages.value_scales):
             plane.uniform_(0.01, 0.02)
         for plane, before in kept:
             plane[tails] = before
@@ -183,7 +185,7 @@ class Fronts:
         if not self.is_coded:
             return gather_entries(caches.pages(0), caches.table[row], front, front, caches.entries)
         layer = caches.pages(0)
-        pages, after = layer.coded, gather_entries(layer, caches.table[row], 0, front, caches.entries)
+        pages, after = Int8Pages.of(layer), gather_entries(layer, caches.table[row], 0, front, caches.entries)
         blocks = caches.table[row, : self.pages.ids.shape[2]].long()
 
         def of_front(plane: Tensor) -> Tensor:
@@ -251,7 +253,7 @@ def _write_codes(bench: Bench, caches: Caches) -> Row:
     found = fronts.entries(caches.rows - 1)
     errors = {}
     for name, rows in (("keys", keys), ("values", values)):
-        codes, scales = coded(rows[-bench.heads :])
+        codes, scales = scaled(rows[-bench.heads :])
         expected = codes * scales.float().unsqueeze(-1)
         errors[name] = relative_error(getattr(found, name)[:, :count], expected)
     return Row(

@@ -16,13 +16,13 @@ def _numbers(address: int, count: int) -> Tensor:
 def read(tables: PageTables) -> HeadPages:
     """The pages of the layer that attends."""
     num_layers, num_heads = len(tables.layers), tables.layers[0].num_kv_heads
-    rows, coded = [], torch.zeros(len(tables.addresses), dtype=torch.bool)
+    rows, coded = [], torch.zeros(len(tables.addresses), dtype=torch.uint8)
     for row, address in enumerate(tables.addresses.tolist()):
         room = 0 if address == 0 else int(_numbers(address, 1))
         lists = torch.zeros(num_heads, 1)
         if address:
             numbers = _numbers(address, 1 + num_layers * num_heads * (1 + room) + 1)
-            lists, coded[row] = numbers[1:-1].view(num_layers, num_heads, 1 + room)[tables.layer], numbers[-1] != 0
+            lists, coded[row] = numbers[1:-1].view(num_layers, num_heads, 1 + room)[tables.layer], numbers[-1]
         rows.append(lists)
     assert tables.coded or not coded.any(), "a kernel would not look"
     width = max(2, *(lists.shape[1] for lists in rows))

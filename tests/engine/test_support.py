@@ -421,16 +421,16 @@ def test_where_fronts_can_be_in_8_bits(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     for device, ours, expected in cases:
         config.device_config.device_type, config.additional_config = device, {"kvmerge": ours}
-        assert request_limits(config).front_obstacle == expected
+        assert request_limits(config).front_obstacle("int8") == expected
     spec = parse_compression({"policy": "snapkv", "budget": 50, "front": "int8"})
     config.device_config.device_type, config.additional_config = "cuda", {"kvmerge": by_cuda}
     with pytest.raises(CompressionError, match="front: 'int8' is not for attention in CUDA C.*; allowed: null"):
         request_limits(config).check(spec, 400, 10)
     monkeypatch.setattr("vllm_kvmerge.engine.arguments.choice", lambda operator, device, head_size: "cuda")
     config.additional_config = None
-    assert request_limits(config).front_obstacle == "attention in CUDA C++"
+    assert request_limits(config).front_obstacle("int8") == "attention in CUDA C++"
     config.additional_config = {"kvmerge": {"operators": {"paged_attention": "triton"}}}
-    assert request_limits(config).front_obstacle is None
+    assert request_limits(config).front_obstacle("int8") is None
 
 
 def test_memory_beside_the_cache_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBuilder, CUDAAttenti
 from vllm_kvmerge.engine.attention.rows import BatchRow
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
 from vllm_kvmerge.ops import NO_UPDATE, AttentionBatch, HeadPages, PagedKVCache, ScoreUpdate, SequenceLayers, reference
+from vllm_kvmerge.ops.coded import number_of
 
 HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE = 2, 2, 32, 16
 SCALE = HEAD_SIZE**-0.5
@@ -115,7 +116,7 @@ class Scene:
         sequence = self.maker.sequence(front, tail, seq_len)
         ids = HeadPages.even(1, 0, HEADS, sequence.blocks[: -(-front // (2 * BLOCK_SIZE))])[None]
         fronts = torch.tensor([[front, *[front // 2] * (HEADS - 1)]])
-        pages = HeadPages((self.theirs,), ids, fronts, torch.ones(1, dtype=torch.bool))
+        pages = HeadPages((self.theirs,), ids, fronts, torch.tensor([number_of("int8")]))
         entries = *(self.maker.randn(HEADS, front, HEAD_SIZE) for _ in range(2)), self.maker.randn(HEADS, front)
         self.codes.append((sequence, pages, entries))
         return Request(sequence, num_tokens, BatchRow(front, tail, pages=pages, table=pages.table()))
@@ -194,7 +195,7 @@ class Scene:
         found = []
         for request in requests:
             s, own = request.sequence, request.row.pages
-            if own is not None and own.is_coded(0):  # it has none
+            if own is not None and own.coding(0):  # it has none
                 own, front = None, 0
             else:
                 front = s.front if own is None else int(own.fronts.max())

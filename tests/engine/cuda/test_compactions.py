@@ -122,8 +122,8 @@ def test_coded_fronts_are_written_as_on_the_cpu(policy, reference_operators):
                 worker = Worker(policy, LENGTHS, front="int8", decode="grow")
                 layers = [PagedKVCache.of(cache, HEAD_SIZE, row_major_keys=True) for cache in worker.caches]
                 worker.compactor = replace(worker.compactor, layers=layers)
-            done = worker.compactor.execute([replace(one, is_coded=True) for one in worker.first])
-        assert not done.failures and all(pages.is_coded(0) for pages in done.pages.values())
+            done = worker.compactor.execute([replace(one, coding="int8") for one in worker.first])
+        assert not done.failures and all(pages.coding(0) for pages in done.pages.values())
         found.append((worker.bytes, [one.table() for one in done.pages.values()]))
     assert torch.equal(found[0][0], found[1][0])
     assert all(map(torch.equal, found[0][1], found[1][1])) and all(table[-1] == 1 for table in found[0][1])

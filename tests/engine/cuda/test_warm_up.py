@@ -161,7 +161,7 @@ def test_coded_fronts_compile_nothing_while_serving(policy, started):
             worker = Worker(policy, lengths, front="int8", decode="grow")
             on_gpu(worker, blocks_on_gpu=True)
         with counting() as counts:
-            done = worker.compactor.execute([replace(one, is_coded=True) for one in worker.first])
+            done = worker.compactor.execute([replace(one, coding="int8") for one in worker.first])
         assert not done.failures and counts.kernels["write_codes"] == 1
         assert not counts.machine_codes - started
         assert sum(counts.waits.values()) <= WAITS.get(policy, 0)
@@ -185,7 +185,7 @@ def test_keys_that_are_turned_compile_nothing_while_serving(started):
 
 @pytest.mark.parametrize("can_turn", [True, False])
 def test_keys_in_windows_compile_nothing_while_serving(can_turn, monkeypatch):
-    limits = SimpleNamespace(allowed_policies=frozenset(), head_pages=False, front_obstacle="")
+    limits = SimpleNamespace(allowed_policies=frozenset(), head_pages=False, front_obstacle=lambda coding: "")
     monkeypatch.setattr("vllm_kvmerge.engine.worker.cuda_compression.request_limits", lambda config: limits)
     monkeypatch.setattr(CUDACompression, "layers", {})
     with SimulatedGPU(may_wait=True, must_pin=True):

@@ -231,7 +231,7 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
             pages = [paged[index] for index in chosen.tolist() if index in paged]
             tables = part.tables if pages else None
             if tables is not None:
-                tables = replace(tables, coded=any(one.is_coded(0) for one in pages if one is not None))
+                tables = replace(tables, coded=any(one.coding(0) for one in pages if one is not None))
             parts.append(replace(part, tables=tables))
         return parts
 

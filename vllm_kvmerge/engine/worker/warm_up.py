@@ -26,6 +26,7 @@ from vllm_kvmerge.ops import (
     Softmax,
 )
 from vllm_kvmerge.ops.attention import Fusion
+from vllm_kvmerge.ops.coded import number_of
 from vllm_kvmerge.ops.types import PageTables, cell_bytes
 from vllm_kvmerge.ops.zipping import ZipPlanes
 from vllm_kvmerge.policies import CompressionPolicy
@@ -179,7 +180,7 @@ def compactions(
     if may_be_coded:
         cache = layers[0]
         ids = HeadPages.even(1, 0, heads, blocks.cpu())[None]
-        pages = HeadPages((cache,), ids, torch.ones(1, heads, dtype=torch.int64), torch.ones(1, dtype=torch.bool))
+        pages = HeadPages((cache,), ids, torch.ones(1, heads, dtype=torch.int64), torch.tensor([number_of("int8")]))
         rows = torch.zeros(heads, 1, cache.head_size, device=device)
         ops.write_codes(SequenceLayers.of(cache, blocks.long(), 0, 0, 0), pages, rows, rows, rows[..., 0])
 

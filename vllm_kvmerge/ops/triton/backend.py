@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from vllm_kvmerge.ops.coded import Int8Pages
 from vllm_kvmerge.ops.layout import layout_check, planes_obstacle
 from vllm_kvmerge.ops.triton import attention_kernels
 from vllm_kvmerge.ops.triton.descriptors import Codes
@@ -63,10 +64,11 @@ def layer_addresses(layers: Sequence[PagedKVCache]) -> Tensor:
 
 
 def codes_of(cache: PagedKVCache) -> Codes:
-    """Where those of a cache's coded pages lie, as kernels take it, made once."""
+    """Where those of a cache's pages in 8 bits lie, as kernels take it, made once."""
     found: Codes | None = cache.__dict__.get("_kernel_codes")
     if found is None:
-        keys, values = cache.coded.keys, cache.coded.values
+        pages = Int8Pages.of(cache)
+        keys, values = pages.keys, pages.values
         first = values.data_ptr() - keys.data_ptr()
         found = cache.__dict__["_kernel_codes"] = Codes._make((*keys.stride(), first, *values.stride()[:3]))
     return found

@@ -177,6 +177,9 @@ def write_metadata(
 def write_codes(
     seq_layers: SequenceLayers, destination: HeadPages, keys: Tensor, values: Tensor, log_votes: Tensor
 ) -> None:
+    if destination.coding(0) != "int8":
+        reference.write_codes(seq_layers, destination, keys, values, log_votes)
+        return
     at, count = _arguments(seq_layers), log_votes.shape[1]
     to, chosen = at.destination(destination), settings_for("rows", at.cache)
     if count:

@@ -7,6 +7,7 @@ all of them lie. ``stride_blocks``: that of its blocks.
 import triton
 import triton.language as tl
 
+from vllm_kvmerge.ops.coded import LARGEST_CODE
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E, capped
 from vllm_kvmerge.ops.triton.descriptors import Head
 from vllm_kvmerge.ops.triton.places import (
@@ -23,7 +24,6 @@ from vllm_kvmerge.ops.triton.places import (
     plane_of,
     scales_of,
 )
-from vllm_kvmerge.ops.types import LARGEST_CODE
 
 LARGEST = tl.constexpr(float(LARGEST_CODE))
 TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
@@ -170,7 +170,7 @@ def write_rows(
 
 @triton.jit
 def coded(rows):
-    """Codes and scales, ``[n, BLOCK_D]`` and ``[n]``, of rows (``types.coded``)."""
+    """Codes and scales, ``[n, BLOCK_D]`` and ``[n]``, of rows (``coded.scaled``)."""
     scales = tl.div_rn(tl.max(tl.abs(rows), 1), LARGEST)
     scales = tl.clamp(scales, 2.0**-14, 65504.0).to(tl.float16)  # float16's least normal number and its largest
     exact = tl.div_rn(rows, scales.to(tl.float32)[:, None])

@@ -7,8 +7,8 @@ pages is a ``HeadPages.table``.
 import triton
 import triton.language as tl
 
+from vllm_kvmerge.ops.coded import slots_of
 from vllm_kvmerge.ops.triton.descriptors import Entry, Head
-from vllm_kvmerge.ops.types import CODED_ENTRIES
 
 KEYS = tl.constexpr(0)
 VALUES = tl.constexpr(1)
@@ -17,7 +17,7 @@ SCORES = tl.constexpr(3)
 AUX = tl.constexpr(4)
 POSITIONS = tl.constexpr(5)
 """Places of a layer's planes in ``addresses``."""
-PER_SLOT = tl.constexpr(CODED_ENTRIES)
+PER_SLOT = tl.constexpr(slots_of("int8"))
 """Slots of a coded page for each of another."""
 
 
