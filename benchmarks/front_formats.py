@@ -23,11 +23,13 @@ Format = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Of keys and values, ``[H, n, d]``."""
 
 
-def coded(coding: Coding, stride: int = 1) -> Format:
-    """As fronts that are coded so and hold one of ``stride`` tokens each."""
+def coded(coding: Coding, is_shuffled: bool = False) -> Format:
+    """As fronts that are coded so hold the tokens, in order or in any."""
 
     def stored(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        order = torch.cat([torch.arange(first, keys.shape[1], stride) for first in range(stride)])
+        order = torch.arange(keys.shape[1])
+        if is_shuffled:
+            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(1))
         planes = (rows[:, order].float() for rows in (keys, values))
         live = torch.ones(keys.shape[:2], dtype=torch.bool)
         found = CODINGS[coding].decode(CODINGS[coding].encode(*planes, live))
@@ -56,7 +58,7 @@ def unchanged(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 FORMATS: dict[str, Format] = {
     "front: int8": coded("int8"),
     "front: int4": coded("int4"),
-    "front: int4, one of four tokens": coded("int4", 4),
+    "front: int4, tokens in any order": coded("int4", is_shuffled=True),
     "4-bit keys by channel, without offsets": symmetric,
     "fp8 (e4m3)": fp8,
 }
