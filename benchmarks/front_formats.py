@@ -1,8 +1,9 @@
 """What storing keys and values in fewer bits changes: ``python benchmarks/front_formats.py [MODEL]``.
 
 A model of ``vllm-kvmerge serve`` (default: qwen2.5-coder-0.5b) reads 300 tokens of prose after 1,200 whose keys and
-values have been stored so. Printed are the divergence (KL, nats per token) of its predictions from those over bfloat16,
-and in which share of places its first choice is the same. No entry is evicted.
+values have been stored so. Printed are the channel with a key's largest number and, for each format, the divergence
+(KL, nats per token) of its predictions from those over bfloat16, and in which share of places its first choice is the
+same. No entry is evicted.
 """
 
 import sys
@@ -14,39 +15,53 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from vllm_kvmerge.demo import pretrained
+from vllm_kvmerge.ops.coded import CODINGS, Coding
 
 TEXT = Path("/usr/share/common-licenses/GPL-3")
 CONTEXT, AFTER = 1200, 300
 
-Format = Callable[[Tensor], Tensor]
+Format = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of keys and values, ``[H, n, d]``."""
 
 
-def whole_numbers(bits: int, dim: int) -> Format:
-    """Scales are shared along ``dim`` of ``[1, H, n, d]``: -1, by entry; -2, by channel."""
-    largest = 2 ** (bits - 1) - 1
+def coded(coding: Coding, is_shuffled: bool = False) -> Format:
+    """As fronts that are coded so hold the tokens, in order or in any."""
 
-    def stored(rows: Tensor) -> Tensor:
-        scales = (rows.float().abs().amax(dim, keepdim=True) / largest).half().float()
-        return ((rows.float() / scales).round().clamp(-largest, largest) * scales).to(rows.dtype)
+    def stored(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.arange(keys.shape[1])
+        if is_shuffled:
+            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(1))
+        planes = (rows[:, order].float() for rows in (keys, values))
+        live = torch.ones(keys.shape[:2], dtype=torch.bool)
+        found = CODINGS[coding].decode(CODINGS[coding].encode(*planes, live))
+        keys, values = (rows[:, order.argsort()] for rows in found)
+        return keys, values
 
     return stored
 
 
-def fp8(rows: Tensor) -> Tensor:
+def symmetric(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys as whole numbers from -7 to 7 times a scale of each channel."""
+    scales = (keys.float().abs().amax(1, keepdim=True) / 7).half().float()
+    return (keys.float() / scales).round().clamp(-7, 7) * scales, values
+
+
+def fp8(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.finfo(torch.float8_e4m3fn).max
-    return rows.clamp(-largest, largest).to(torch.float8_e4m3fn).to(rows.dtype)
+    keys, values = (rows.clamp(-largest, largest).to(torch.float8_e4m3fn).float() for rows in (keys, values))
+    return keys, values
 
 
-def unchanged(rows: Tensor) -> Tensor:
-    return rows
+def unchanged(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return keys, values
 
 
-FORMATS: dict[str, tuple[Format, Format]] = {
-    "int8 (front: int8)": (whole_numbers(8, -1), whole_numbers(8, -1)),
-    "int8, keys by channel": (whole_numbers(8, -2), whole_numbers(8, -1)),
-    "int8 keys, int4 values": (whole_numbers(8, -1), whole_numbers(4, -1)),
-    "int4 keys by channel, bfloat16 values": (whole_numbers(4, -2), unchanged),
-    "fp8 (e4m3)": (fp8, fp8),
+FORMATS: dict[str, Format] = {
+    "front: int8": coded("int8"),
+    "front: int4": coded("int4"),
+    "front: int4, tokens in any order": coded("int4", is_shuffled=True),
+    "4-bit keys by channel, without offsets": symmetric,
+    "fp8 (e4m3)": fp8,
 }
 
 
@@ -60,17 +75,19 @@ def main() -> None:
         model(tokens[:, :CONTEXT], past_key_values=whole, logits_to_keep=1)
         rows = [(layer.keys, layer.values) for layer in whole.layers]
 
-        def predictions(of_keys: Format, of_values: Format) -> Tensor:
+        def predictions(stored: Format) -> Tensor:
             cache = DynamicCache()
             for number, (keys, values) in enumerate(rows):
-                cache.update(of_keys(keys), of_values(values), number)
+                cache.update(*(plane.to(keys.dtype).unsqueeze(0) for plane in stored(keys[0], values[0])), number)
             logits = model(tokens[:, CONTEXT:], past_key_values=cache, position_ids=positions).logits[0]
             return logits.float().log_softmax(-1)
 
-        print(f"largest number of a key: {max(keys.abs().max().item() for keys, _ in rows):.0f}")
-        expected = predictions(unchanged, unchanged)
-        for name, formats in FORMATS.items():
-            found = predictions(*formats)
+        channels = torch.cat([keys[0].mT.flatten(0, 1) for keys, _ in rows])
+        largest = channels[channels.abs().amax(1).argmax()]
+        print(f"keys' largest channel: {largest.min():.0f} to {largest.max():.0f}")
+        expected = predictions(unchanged)
+        for name, stored in FORMATS.items():
+            found = predictions(stored)
             divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
             same = (expected.argmax(-1) == found.argmax(-1)).float().mean().item()
             print(f"{name:40} {divergence:8.4f} {same:6.3f}")

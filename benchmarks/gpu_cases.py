@@ -17,6 +17,8 @@ from vllm_kvmerge.engine.worker.compactor import Compactor
 from vllm_kvmerge.ops import (
     NO_UPDATE,
     AttentionBatch,
+    HeadPages,
+    PagedKVCache,
     Rows,
     ScoreMode,
     ScoreUpdate,
@@ -25,7 +27,9 @@ from vllm_kvmerge.ops import (
     reference,
     triton,
 )
-from vllm_kvmerge.ops.types import PLANES
+from vllm_kvmerge.ops.coded import LARGEST_CODE, Int8Pages, number_of, scaled, slots_of
+from vllm_kvmerge.ops.types import PLANES, PageTables
+from vllm_kvmerge.policies.entries import Entries
 from vllm_kvmerge.request.spec import parse_compression
 
 Part = Callable[[Bench, argparse.Namespace, Results], Iterator[Row]]
@@ -84,21 +88,28 @@ class Attention:
 
 def attention(
     bench: Bench, caches: Caches, shape: Attention, part: str, name: str, call: Callable[..., None],
-    rows_of: tuple[Tensor, Sequence[int]] | None = None,
+    rows_of: tuple[Tensor, Sequence[int]] | None = None, fronts: "Fronts | None" = None,
 ) -> Row:  # fmt: skip
     """One implementation of attention; checked for the first and the last sequence. rows_of: block table, and how many
-    entries each sequence has, if not all that ``caches`` has for each."""
+    entries each sequence has, if not all that ``caches`` has for each. fronts: where they lie, if in pages."""
     table, lengths = rows_of or (caches.table, [caches.entries] * caches.rows)
     rows, n, heads, scale = len(lengths), sum(lengths), bench.heads, bench.head_size**-0.5
     query, batch = shape.query(bench, rows), shape.batch(bench, table, lengths)
     output = torch.full_like(query, torch.nan)
 
+    batches = [batch] * caches.copies if fronts is None else [replace(batch, tables=one) for one in fronts.tables]
+
     def run(number: int) -> None:
-        call(query, caches.pages(number), batch, scale, output)
+        call(query, caches.pages(number), batches[number % caches.copies], scale, output)
 
     checked = sorted({0, rows - 1})
     front = shape.front
-    before = [gather_entries(caches.pages(0), table[row], front, front, lengths[row]) for row in checked]
+    before = [
+        gather_entries(caches.pages(0), table[row], front, front, lengths[row])
+        if fronts is None
+        else fronts.entries(row)
+        for row in checked
+    ]
     run(0)
     errors = {"output": 0.0} | ({} if shape.update is None else {"scores": 0.0})
     for row, entries in zip(checked, before, strict=True):
@@ -110,6 +121,8 @@ def attention(
             after = reference.gather_metadata(located)[1]
             errors["scores"] = worst(errors["scores"], relative_error(after, scores))
     size = heads * (n * 2 * bench.head_size * bench.dtype.itemsize + 4 * rows * front)
+    if fronts is not None and fronts.is_coded:  # bytes and two scales
+        size += heads * rows * front * (2 * bench.head_size * (1 - bench.dtype.itemsize) + 4)
     size += heads * n * {"none": 0, "sum": 8, "mean": 16, "log_ema": 16}[shape.mode]
     flops = 4 * heads * shape.groups * bench.head_size * sum(map(shape.seen, lengths))
     sizes = " + ".join(f"{lengths.count(length)} x {length}" for length in dict.fromkeys(lengths))
@@ -118,7 +131,7 @@ def attention(
         part,
         "paged_attention",
         name,
-        f"{sizes}, {queries}G {shape.groups}, front {front}, {shape.mode}",
+        f"{sizes}, {queries}G {shape.groups}, front {front}, {shape.mode}" + (f", {fronts}" if fronts else ""),
         bench.dtype_name,
         bench.time(run, caches.copies),
         bytes=size if shape.queries == 1 else 0,
@@ -126,6 +139,64 @@ def attention(
         errors=errors,
         shape={"rows": rows, "entries": lengths[0], "live_bytes": caches.live_bytes} | vars(shape),
     )
+
+
+class Fronts:
+    """Fronts of all sequences of some caches, all entries but the last block or two, in pages of the heads' own. The
+    entries of coded ones are made here.
+
+    tables: of each copy.
+    """
+
+    def __init__(self, caches: Caches, is_coded: bool) -> None:
+        self.caches, self.is_coded, device = caches, is_coded, caches.bench.device
+        self.length = caches.entries // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+        size = BLOCK_SIZE * slots_of("int8" if is_coded else None)
+        blocks = caches.table[:, : -(-self.length // size)].cpu()
+        ids = torch.stack([HeadPages.even(1, 0, caches.bench.heads, some) for some in blocks])
+        fronts, coded = torch.full(ids.shape[:2], self.length), torch.full((len(ids),), number_of("int8"))
+        self.pages = HeadPages(caches.layers[:1], ids, fronts, coded if is_coded else None)
+        # Those of each sequence in a row, which must last as long as they are read.
+        self._tables = torch.stack([self.pages[row : row + 1].table() for row in range(len(ids))]).to(device)
+        addresses = self._tables.data_ptr() + torch.arange(len(ids), device=device) * self._tables[0].nbytes
+        self.tables = [PageTables((layer,), 0, addresses, is_coded) for layer in caches.layers]
+        if is_coded:
+            for layer in caches.layers:
+                self._fill(layer)
+
+    def __str__(self) -> str:
+        return "coded" if self.is_coded else "in pages"
+
+    def _fill(self, layer: PagedKVCache) -> None:
+        tails = self.caches.table[:, self.length // BLOCK_SIZE :].flatten().long()
+        kept = [(plane, plane[tails]) for plane in (layer.keys, layer.values)]
+        pages = Int8Pages.of(layer)
+        for plane in (pages.keys, pages.values):
+            plane.random_(-LARGEST_CODE, LARGEST_CODE + 1)
+        pages.log_votes.uniform_(0.0, 3.0)
+        for plane in (pages.key_scales, pages.value_scales):
+            plane.uniform_(0.01, 0.02)
+        for plane, before in kept:
+            plane[tails] = before
+
+    def entries(self, row: int) -> Entries:
+        """Of a sequence in the first copy."""
+        caches, front = self.caches, self.length
+        if not self.is_coded:
+            return gather_entries(caches.pages(0), caches.table[row], front, front, caches.entries)
+        layer = caches.pages(0)
+        pages, after = Int8Pages.of(layer), gather_entries(layer, caches.table[row], 0, front, caches.entries)
+        blocks = caches.table[row, : self.pages.ids.shape[2]].long()
+
+        def of_front(plane: Tensor) -> Tensor:
+            return plane[blocks].transpose(0, 1).flatten(1, 2)[:, :front].float()
+
+        keys = of_front(pages.keys.transpose(2, 3)) * of_front(pages.key_scales).unsqueeze(-1)
+        values = of_front(pages.values) * of_front(pages.value_scales).unsqueeze(-1)
+        planes = torch.cat([keys, after.keys], 1), torch.cat([values, after.values], 1)
+        votes = torch.cat([of_front(pages.log_votes), after.log_votes], 1)
+        scores, aux = torch.zeros(2, *votes.shape, device=votes.device)
+        return Entries(*planes, votes, scores, aux, aux.long())
 
 
 def worst(one: float, other: float) -> float:
@@ -150,6 +221,52 @@ def decode(bench: Bench, arguments: argparse.Namespace, results: Results) -> Ite
                     for mode in list(ScoreMode):
                         shape = Attention(groups, entries // 2, mode)
                         yield attention(bench, caches, shape, "decode", name, call)
+
+
+def coded_fronts(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """Decoding over fronts in 8 bits, beside the same in the cache's dtype; and how long writing them takes."""
+    for entries in arguments.entries:
+        for rows in arguments.batch:
+            if not fits(bench, rows, entries):
+                continue
+            caches = Caches(bench, rows, entries)
+            for is_coded in (False, True):
+                fronts = Fronts(caches, is_coded)
+                for groups in arguments.groups:
+                    shape = Attention(groups, fronts.length, "none")
+                    yield attention(bench, caches, shape, "coded", "triton", triton.paged_attention, fronts=fronts)
+    yield _write_codes(bench, Caches(bench, arguments.units, arguments.entries[0]))
+
+
+def _write_codes(bench: Bench, caches: Caches) -> Row:
+    """Each unit is the one layer of a sequence."""
+    fronts = Fronts(caches, is_coded=True)
+    heads, count, d = caches.rows * bench.heads, fronts.length, bench.head_size
+    keys, values = bench.rand(2, heads, count, d).unbind()
+    votes = bench.rand(heads, count)
+    known = [caches.seq_layers(number, 0) for number in range(caches.copies)]
+
+    def run(number: int) -> None:
+        triton.write_codes(known[number % caches.copies], fronts.pages, keys, values, votes)
+
+    run(0)
+    found = fronts.entries(caches.rows - 1)
+    errors = {}
+    for name, rows in (("keys", keys), ("values", values)):
+        codes, scales = scaled(rows[-bench.heads :])
+        expected = codes * scales.float().unsqueeze(-1)
+        errors[name] = relative_error(getattr(found, name)[:, :count], expected)
+    return Row(
+        "coded",
+        "write_codes",
+        "triton",
+        f"{caches.rows} units x {count}",
+        bench.dtype_name,
+        bench.time(run, caches.copies),
+        bytes=heads * count * (2 * d * 5 + 12),
+        errors=errors,
+        shape={"units": caches.rows, "entries": count},
+    )
 
 
 def skewed(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
@@ -549,6 +666,7 @@ def float32(bench: Bench, arguments: argparse.Namespace, results: Results) -> It
 
 PARTS: dict[str, Part] = {
     "decode": decode,
+    "coded": coded_fronts,
     "skewed": skewed,
     "compaction": compaction,
     "merges": merges,

@@ -91,7 +91,7 @@ def steps(on_gpu: bool, folder: Path) -> list[Step]:
     """folder: for the benchmarks' own files."""
     full_graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     as_it_comes = {"enforce_eager": False, "kv_cache_memory_bytes": None}
-    timed = ["--only", "decode", "skewed", "prefill", "--groups", "4", "--batch", "1", "16", "64"]
+    timed = ["--only", "decode", "coded", "skewed", "prefill", "--groups", "4", "--batch", "1", "16", "64"]
     timed += ["--entries", "4096", "16384", "65536", "--minutes", "4", "--output", str(folder / "gpu_operators.json")]
     latency = ["--parts", "latency", "--lengths", "65536", "16384", "--policies", "snapkv", "keepkv"]
     latency += ["--budgets", "0.2", "0.1", "--repeats", "2", "--minutes", "7.5"]

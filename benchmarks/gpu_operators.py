@@ -9,8 +9,8 @@ the bandwidth of a device-to-device copy in the same run, and for prompts the op
 product. Peers get the same entries: scaled_dot_product_attention, and flash_attn where that is installed, gathered
 keys and values; FlexAttention pages, with votes by score_mod; xformers' paged biases pages, where it is installed.
 
-Parts, and about how long they may take (estimates): decode 3 minutes, skewed 1, compaction 1, merges 1, prefill 1,
-peers 4, scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case is begun;
+Parts, and about how long they may take (estimates): decode 3 minutes, coded 1, skewed 1, compaction 1, merges 1,
+prefill 1, peers 4, scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case begins;
 ``--resume`` takes rows of an earlier file, so that several commands make up one. The file is written after every row.
 
 ``--tune`` tries tile sizes instead, and writes rules for this GPU; see gpu_tune.py. Without a GPU it exits with 2;

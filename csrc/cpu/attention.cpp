@@ -30,7 +30,7 @@ struct AttentionRow {
   const Page* pages = nullptr;
   const int64_t* fronts = nullptr;
   int64_t num_pages = 0;
-  bool coded = false;
+  uint8_t coded = 0;  // place in kCodings
   Rows query, output;  // of the row's first token
   int64_t num_queries;
   ScoreMode mode;
@@ -55,11 +55,11 @@ struct AttentionRow {
   }
 };
 
-// A layer's coded pages (CodedPages in vllm_kvmerge/ops/types.py).
-PagedKVCache coded(PagedKVCache cache) {
-  cache.block_size *= 2;
+// A layer's coded pages.
+PagedKVCache coded(PagedKVCache cache, Coding coding) {
+  cache.block_size *= coding.slots;
   cache.item_size = 1;
-  cache.dtype = DType::i8;
+  cache.dtype = coding.dtype;
   return cache;
 }
 
@@ -98,14 +98,15 @@ class Driver {
          float scale, float value_scale, Softmax softmax, bool with_values, bool new_start_empty)
       : kernels_(kernels),
         cache_(cache),
-        coded_(coded(cache)),
         rows_(rows),
         group_(group),
         scale_(scale),
         value_scale_(value_scale),
         softmax_(softmax),
         with_values_(with_values),
-        new_start_empty_(new_start_empty) {}
+        new_start_empty_(new_start_empty) {
+    for (const Coding& coding : kCodings) coded_.push_back(coded(cache, coding));
+  }
 
   void run() {
     int threads = max_threads();
@@ -204,7 +205,7 @@ class Driver {
 
   // Of a coded front, which is attended to by itself; all others go with what follows them.
   int64_t front_tiles(const AttentionRow& row, int64_t head) const {
-    return row.coded ? Tiles(coded_, row.part_of_head(head, true), head).count : 0;
+    return row.coded ? Tiles(coded_[row.coded], row.part_of_head(head, true), head).count : 0;
   }
   int64_t other_tiles(const AttentionRow& row, int64_t head) const {
     return Tiles(cache_, row.coded ? row.part_of_head(head, false) : row.of_head(head), head).count;
@@ -231,7 +232,7 @@ class Driver {
     float* stored = partial + u.num_pieces * l.piece;
     Attend a{};
     const bool in_front = piece < u.front_pieces;
-    a.cache = in_front ? &coded_ : &cache_;
+    a.cache = in_front ? &coded_[row.coded] : &cache_;
     a.dtype = cache_.dtype;
     a.segments = row.coded ? row.part_of_head(u.head, in_front) : row.of_head(u.head);
     a.head = static_cast<int32_t>(u.head);
@@ -326,7 +327,7 @@ class Driver {
 
   const Kernels& kernels_;
   const PagedKVCache& cache_;
-  const PagedKVCache coded_;
+  std::vector<PagedKVCache> coded_;  // by coding
   const std::vector<AttentionRow>& rows_;
   const int group_;
   const float scale_, value_scale_;
@@ -373,16 +374,19 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
                              modes = Argument("score_modes", score_modes).integers(num_rows);
   KVM_CHECK(output.size(0) >= num_tokens, ValueError) << "output has fewer tokens than query";
   HeadPages pages{{}, nullptr, 0};
-  const uint8_t* is_coded = nullptr;
+  const uint8_t* codings = nullptr;
   if (page_ids.has_value() && page_fronts.has_value()) {
     const std::vector<PagedKVCache> caches = caches_of(layers);
     KVM_CHECK(!caches.empty() && caches[0].num_heads == cache.num_heads && caches[0].head_size == cache.head_size &&
                   caches[0].block_size == cache.block_size && caches[0].dtype == cache.dtype,
               ValueError)
         << "head pages are in layers of another shape";
-    if (page_coded.has_value())
-      is_coded = Argument("page_coded", page_coded.value()).contiguous({num_rows}).boolean();
-    pages = head_pages_of(caches, page_ids.value(), page_fronts.value(), num_rows, is_coded);
+    if (page_coded.has_value()) {
+      codings = Argument("page_coded", page_coded.value()).contiguous({num_rows}).u8();
+      for (int64_t r = 0; r < num_rows; ++r)
+        KVM_CHECK(codings[r] < kNumCodings, ValueError) << "row " << r << ": there is no coding " << int{codings[r]};
+    }
+    pages = head_pages_of(caches, page_ids.value(), page_fronts.value(), num_rows, codings);
   }
   std::vector<AttentionRow> rows(num_rows);
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -396,7 +400,7 @@ void call_paged_attention(TensorView query, TensorView keys, TensorView block_ta
       row.pages = pages.pages.data() + of_row;
       row.fronts = pages.fronts + r * cache.num_heads;
       row.num_pages = pages.num_pages;
-      row.coded = is_coded && is_coded[r];
+      row.coded = codings ? codings[r] : 0;
       entries = ends[r] - tail[r];  // queries are never of a front
       for (int64_t i = 0; i < cache.num_heads * pages.num_pages; ++i)
         KVM_CHECK(row.pages[i].rows, ValueError) << "row " << r << ": a head has no pages";

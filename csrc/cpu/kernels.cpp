@@ -778,6 +778,19 @@ struct Operand<I8, Way::pairs> {
   typedef int16_t type;
 };
 
+template <class T, Way kWay>
+struct Multiplied {  // what keys and values are then
+  typedef T type;
+};
+template <Way kWay>
+struct Multiplied<I4, kWay> {
+  typedef float type;
+};
+template <>
+struct Multiplied<I4, Way::tiles> {
+  typedef BF16 type;
+};
+
 inline float element(const Rows& rows, int64_t index) {
   if (rows.dtype == DType::f32) return static_cast<const float*>(rows.data)[index];
   if (rows.dtype == DType::bf16) return to_float(static_cast<const BF16*>(rows.data)[index]);
@@ -786,8 +799,9 @@ inline float element(const Rows& rows, int64_t index) {
 
 int64_t attend_scratch(int64_t rows, int64_t head_size) {
   const int64_t padded_rows = in_sixteens(rows), width = padded_nonzero(head_size);
-  // Queries, logits, weights in 16 bits, sums of whole numbers and their units, pairs of values.
-  return padded_rows * (width + kChunk + kChunk / 2 + width + 2) + (kHasTiles ? kChunk * width / 2 : 0) + 64;
+  // Queries, logits, weights in 16 bits, sums of whole numbers and their units, pairs of values, what is unpacked.
+  return padded_rows * (width + kChunk + kChunk / 2 + width + 2) + (kHasTiles ? kChunk * width / 2 : 0) + 64 +
+         kChunk * width;
 }
 
 // Splits the tiles [begin, end), at most kChunkTiles, into runs; returns their number.
@@ -810,7 +824,7 @@ int find_runs(const Tiles& tiles, int64_t begin, int64_t end, Run* runs) {
 
 void add_ranges(Prefetcher& ahead, const Attend& a, const Run* runs, int count) {
   const PagedKVCache& cache = *a.cache;
-  const int64_t row_bytes = static_cast<int64_t>(cache.head_size) * cache.item_size;
+  const int64_t row_bytes = static_cast<int64_t>(cache.head_size) * cache.item_size / (cache.dtype == DType::i4 ? 2 : 1);
   for (int i = 0; i < count; ++i)
     ahead.add(runs[i].page.rows + runs[i].offset * row_bytes, runs[i].count * kTile * row_bytes);
   if (!a.with_values) return;
@@ -855,6 +869,232 @@ inline void split_columns(float* x, int count) {
 inline const F16* scales(const PagedKVCache& cache, Page page, bool of_values) {
   return reinterpret_cast<const F16*>(page.metadata + cache.block_size) + (of_values ? cache.block_size : 0);
 }
+
+struct Range {
+  const F16 *scale, *offset;
+  inline Range operator+(int64_t i) const { return {scale + i, offset + i}; }
+};
+
+inline int groups_of(int64_t count) { return static_cast<int>((count + 31) / 32); }
+
+// The first range of a page's keys, [groups of slots, 2, head size], or of its values, [groups of channels, 2, slots].
+inline Range ranges(const PagedKVCache& cache, Page page, bool of_values, int group) {
+  const int64_t n = cache.block_size, d = cache.head_size, width = of_values ? n : d;
+  const F16* first = reinterpret_cast<const F16*>(page.rows + n * d) + (of_values ? 2 * d * groups_of(n) : 0);
+  return {first + 2 * group * width, first + (2 * group + 1) * width};
+}
+
+#if defined(__AVX512F__)
+// What the codes 0 to 15 stand for.
+inline VF numbers_of(const Range& range) {
+  const auto number = [](const F16* x) { return _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(x->bits))); };
+  return iota() * bit_cast<VF>(number(range.scale)) + bit_cast<VF>(number(range.offset));
+}
+#endif
+
+// out[i] = offset + scale * code i, of `count` neighbours (16 or 32) that share a range.
+inline void unpack(const I4* codes, const Range& range, int count, float* out) {
+#if defined(__AVX512F__)
+  const __m128i bytes = count < 32 ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))
+                                   : _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const __m512i pairs = _mm512_cvtepu8_epi32(bytes), table = bit_cast<__m512i>(numbers_of(range));
+  const __m512i even = _mm512_permutexvar_epi32(pairs, table);  // of an index, the lower 4 bits count
+  const __m512i odd = _mm512_permutexvar_epi32(_mm512_srli_epi32(pairs, 4), table);
+  VF first, second;
+  join_split(bit_cast<VF>(even), bit_cast<VF>(odd), &first, &second);
+  store(out, first);
+  if (count == 32) store(out + 16, second);
+#else
+  const VF scale = broadcast(to_float(*range.scale)), offset = broadcast(to_float(*range.offset));
+  uint8_t numbers[32];
+  for (int i = 0; i < count / 2; ++i) {
+    numbers[2 * i] = codes[i].bits & 15;
+    numbers[2 * i + 1] = codes[i].bits >> 4;
+  }
+  for (int i = 0; i < count; i += kLanes)
+    store(out + i, __builtin_convertvector(bit_cast<VI>(widen(numbers + i)), VF) * scale + offset);
+#endif
+}
+#if defined(__AVX512BF16__)
+inline void unpack(const I4* codes, const Range& range, int count, BF16* out) {
+  const __m128i bytes = count < 32 ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))
+                                   : _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const __m512i pairs = _mm512_cvtepu8_epi32(bytes), both = _mm512_or_si512(pairs, _mm512_slli_epi32(pairs, 12));
+  const __m256bh table = _mm512_cvtneps_pbh(bit_cast<__m512>(numbers_of(range)));
+  const __m512i found = _mm512_permutexvar_epi16(_mm512_and_si512(both, _mm512_set1_epi32(0xf000f)),
+                                                 _mm512_zextsi256_si512(bit_cast<__m256i>(table)));
+  if (count == 32) _mm512_storeu_si512(out, found);
+  else _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_castsi512_si256(found));
+}
+#else
+inline void unpack(const I4*, const Range&, int, BF16*) {}  // not called
+#endif
+
+inline const I4* codes_of_keys(const Run& run, int tile) {
+  return reinterpret_cast<const I4*>(run.page.rows) + (run.offset + tile * kTile) / 2;
+}
+inline const I4* codes_of_values(const PagedKVCache& cache, const Run& run) {
+  return reinterpret_cast<const I4*>(run.page.rows) + (cache.block_size + run.offset) * cache.head_size / 2;
+}
+// How many of a tile's slots are there: pages may end within one.
+inline int slots_of(const PagedKVCache& cache, const Run& run, int tile) {
+  return static_cast<int>(min64(kTile, cache.block_size - run.offset - tile * kTile));
+}
+
+// Writes the keys of a run to its columns of `out`, [head size, kChunk].
+template <class M>
+inline void unpack_keys(const PagedKVCache& cache, const Run& run, M* out) {
+  const int n = cache.block_size, d = cache.head_size;
+  for (int j = 0; j < run.count; ++j) {
+    const I4* codes = codes_of_keys(run, j);
+    const Range range = ranges(cache, run.page, false, run.offset / kTile + j);
+    M* tile = out + (run.first + j) * kTile;
+    for (int i = 0; i < d; ++i) unpack(codes + i * n / 2, range + i, slots_of(cache, run, j), tile + i * kChunk);
+  }
+}
+
+// Writes the values of a run to its rows of `out`, [kChunk, head size].
+template <class M>
+inline void unpack_values(const PagedKVCache& cache, const Run& run, M* out) {
+  const int d = cache.head_size;
+  for (int g = 0; g < groups_of(d); ++g) {
+    const I4* codes = codes_of_values(cache, run) + g * 16;
+    const Range range = ranges(cache, run.page, true, g) + run.offset;
+    M* columns = out + run.first * kTile * d + g * 32;
+    for (int t = 0; t < run.hi; ++t)
+      unpack(codes + t * d / 2, range + t, static_cast<int>(min64(32, d - g * 32)), columns + t * d);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// Codes of 4 bits as whole numbers of 16 bits, as `PairsOf<I8>`; scales multiply the other factors beforehand, offsets
+// are added to sums. Of 32 neighbours, those at even and those at odd places make a vector each (`join_split`).
+
+// even[r], odd[r] += sum over pairs of rows i, i + 1 < count of q[r, i] x[i] + q[r, i + 1] x[i + 1]
+template <int N>
+inline void nibble_products(const I4* x, int64_t stride, int count, int width, const int16_t* q, int64_t q_stride,
+                            __m512i* even, __m512i* odd) {
+  const auto row = [&](const I4* p) {
+    const __m128i* at = reinterpret_cast<const __m128i*>(p);
+    return width < 32 ? _mm_loadl_epi64(at) : _mm_loadu_si128(at);
+  };
+  for (int i = 0; i < count; i += 2) {
+    const __m128i a = row(x + i * stride), b = row(x + (i + 1) * stride);
+    const __m256i bytes = _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b));
+    const __m512i both = _mm512_cvtepu8_epi16(bytes);
+    const __m512i low = _mm512_and_si512(both, _mm512_set1_epi16(15)), high = _mm512_srli_epi16(both, 4);
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) {
+      const __m512i pair = pair_of(q + r * q_stride + i);
+      even[r] = _mm512_dpwssd_epi32(even[r], low, pair);
+      odd[r] = _mm512_dpwssd_epi32(odd[r], high, pair);
+    }
+  }
+}
+
+// out[r] = the logits of a tile; q: [rows, head size].
+struct NibbleLogits {
+  const I4* codes;
+  int64_t stride;
+  Range range;
+  int head_size, width;
+  const float* q;
+  float* out;
+  template <int N>
+  inline void rows(int first) const {
+    alignas(64) float scaled[kMaxHeadSize];
+    alignas(64) int16_t ints[N][kMaxHeadSize];
+    __m512i even[N] = {}, odd[N] = {};
+    float unit[N], offset[N];
+    for (int r = 0; r < N; ++r) {
+      const float* query = q + (first + r) * head_size;
+      VF sum = {};
+      for (int i = 0; i < head_size; i += kLanes) {
+        store(scaled + i, load(query + i) * load(range.scale + i));
+        sum += load(query + i) * load(range.offset + i);
+      }
+      offset[r] = horizontal_sum(sum);
+      unit[r] = ints_of(scaled, head_size, ints[r]);
+    }
+    nibble_products<N>(codes, stride, head_size, width, ints[0], kMaxHeadSize, even, odd);
+    for (int r = 0; r < N; ++r) {
+      const auto logits = [&](__m512i x) { return bit_cast<VF>(_mm512_cvtepi32_ps(x)) * unit[r] + offset[r]; };
+      VF lower, upper;
+      join_split(logits(even[r]), logits(odd[r]), &lower, &upper);
+      store(out + (first + r) * kChunk, lower);
+      store(out + (first + r) * kChunk + 16, upper);
+    }
+  }
+};
+
+// acc[r] += the values of a group of channels, times weights, [rows, kChunk], which are 0 where there is no entry.
+struct NibbleValues {
+  const PagedKVCache& cache;
+  const Run* runs;
+  int num_runs, group;
+  const float* weights;
+  float* acc;
+  int64_t acc_stride;
+  template <int N>
+  inline void rows(int first) const {
+    alignas(64) float scaled[kChunk];
+    alignas(64) int16_t ints[N][kChunk];
+    __m512i even[N] = {}, odd[N] = {};
+    float unit[N], offset[N];
+    for (int r = 0; r < N; ++r) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int i = 0; i < kChunk; i += 16) _mm512_store_ps(scaled + i, _mm512_setzero_ps());
+      for (int i = 0; i < num_runs; ++i) {
+        const Range range = ranges(cache, runs[i].page, true, group) + runs[i].offset;
+        const int start = runs[i].first * kTile;
+        for (int t = 0; t < runs[i].hi; t += 16) {
+          const __mmask16 live = runs[i].hi - t < 16 ? (1u << (runs[i].hi - t)) - 1 : 0xffffu;
+          const auto numbers = [&](const F16* x) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(live, x + t)); };
+          const __m512 weight = _mm512_loadu_ps(weights + (first + r) * kChunk + start + t);
+          _mm512_store_ps(scaled + start + t, _mm512_mul_ps(weight, numbers(range.scale)));
+          sum = _mm512_fmadd_ps(weight, numbers(range.offset), sum);
+        }
+      }
+      offset[r] = horizontal_sum(bit_cast<VF>(sum));
+      unit[r] = ints_of(scaled, kChunk, ints[r]);
+    }
+    const int d = cache.head_size, width = static_cast<int>(min64(32, d - group * 32));
+    for (int i = 0; i < num_runs; ++i)
+      nibble_products<N>(codes_of_values(cache, runs[i]) + group * 16, d / 2, runs[i].hi + runs[i].hi % 2, width,
+                         ints[0] + runs[i].first * kTile, kChunk, even, odd);
+    for (int r = 0; r < N; ++r) {
+      float* out = acc + (first + r) * acc_stride + group * 32;
+      store(out, load(out) + bit_cast<VF>(_mm512_cvtepi32_ps(even[r])) * unit[r] + offset[r]);
+      store(out + 16, load(out + 16) + bit_cast<VF>(_mm512_cvtepi32_ps(odd[r])) * unit[r] + offset[r]);
+    }
+  }
+};
+
+inline void nibble_logits(const PagedKVCache& cache, const Run& run, int rows, const float* q, float* logits) {
+  for (int j = 0; j < run.count; ++j)
+    for_row_groups<8>(rows, NibbleLogits{codes_of_keys(run, j), cache.block_size / 2,
+                                         ranges(cache, run.page, false, run.offset / kTile + j), cache.head_size,
+                                         slots_of(cache, run, j), q, logits + (run.first + j) * kTile});
+}
+
+// Puts split columns in the order of pairs (`in_order`), in that which bfloat16's vectors have, or as they are counted.
+inline void order_columns(float* x, int count, bool in_pairs, bool is_split) {
+  const __m512i lower = _mm512_setr_epi32(0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+  const __m512i upper = _mm512_setr_epi32(2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  for (int e = 0; e < count; e += 32) {
+    const VF even = load(x + e), odd = load(x + e + 16);
+    VF first = even, second = odd;
+    if (in_pairs) {
+      first = bit_cast<VF>(_mm512_permutex2var_ps(bit_cast<__m512>(even), lower, bit_cast<__m512>(odd)));
+      second = bit_cast<VF>(_mm512_permutex2var_ps(bit_cast<__m512>(even), upper, bit_cast<__m512>(odd)));
+    } else if (!is_split || count - e < 32) {
+      join_split(even, odd, &first, &second);
+    }
+    store(x + e, first);
+    store(x + e + 16, second);
+  }
+}
+#endif
 
 // The weights of a chunk in a row: its logits times `factor`, less the row's maximum so far, to the power of e; `result`
 // is scaled by what the maximum has changed. kept: float32 copies of the weights, or null. kCoded: weights are times
@@ -904,8 +1144,11 @@ inline void softmax_row(float* x, int width, float factor, float* largest, float
 
 template <class T, Way kWay>
 void attend_as(const Attend& a) {
-  typedef typename Operand<T, kWay>::type Q;
-  constexpr bool kPairs = kWay != Way::floats, kTiles = kWay == Way::tiles, kCoded = std::is_same_v<T, I8>;
+  typedef typename Multiplied<T, kWay>::type M;
+  constexpr bool kPacked = std::is_same_v<T, I4>, kNibbles = kPacked && kWay == Way::pairs;
+  typedef typename Operand<M, kNibbles ? Way::floats : kWay>::type Q;
+  constexpr bool kPairs = kWay != Way::floats && !kNibbles, kTiles = kWay == Way::tiles;
+  constexpr bool kCoded = std::is_same_v<T, I8>;
   constexpr bool kInts = std::is_same_v<Q, int16_t>;
   const PagedKVCache& cache = *a.cache;
   const Tiles tiles(cache, a.segments, a.head);
@@ -917,7 +1160,7 @@ void attend_as(const Attend& a) {
   if (a.with_values)
     for (int64_t i = 0; i < padded_rows * acc_stride; ++i) a.accumulator[i] = 0.0f;
 
-  Prefetcher ahead;
+  Prefetcher ahead, none;
   Run runs[kChunkTiles], next_runs[kChunkTiles];
   int num_next = find_runs(tiles, a.tile_begin, min64(a.tile_begin + kChunkTiles, a.tile_end), next_runs);
   add_ranges(ahead, a, next_runs, num_next);
@@ -928,6 +1171,7 @@ void attend_as(const Attend& a) {
   Q* weights = reinterpret_cast<Q*>(kPairs ? logits + padded_rows * kChunk : logits);
   float* units = reinterpret_cast<float*>(weights + padded_rows * kChunk);  // of queries, then of weights
   float* products = units + in_sixteens(2 * rows);
+  M* unpacked = reinterpret_cast<M*>(a.scratch + attend_scratch(rows, d) - kChunk * acc_stride);
   for (int r = 0; r < rows; ++r) {
     const int64_t token = r / a.group, head = static_cast<int64_t>(a.head) * a.group + r % a.group;
     const int64_t start = token * a.query.token_stride + head * a.query.head_stride;
@@ -966,20 +1210,27 @@ void attend_as(const Attend& a) {
     num_next = find_runs(tiles, chunk + count, min64(chunk + count + kChunkTiles, a.tile_end), next_runs);
     add_ranges(ahead, a, next_runs, num_next);
 
-    Chunk<T, Q> c{runs, num_runs, static_cast<int>(padded_rows), d, static_cast<int>(bs), {}, {}, q, a.scale, logits,
-                  weights, a.accumulator, acc_stride, &ahead, units, units + rows, products};
+    Chunk<M, Q> c{runs, num_runs, static_cast<int>(padded_rows), d, kPacked ? kChunk : static_cast<int>(bs), {}, {}, q,
+                  a.scale, logits, weights, a.accumulator, acc_stride, kPacked ? &none : &ahead, units, units + rows,
+                  products};
     bool has_votes = false;
     for (int i = 0; i < num_runs; ++i) {
-      const T* start = reinterpret_cast<const T*>(runs[i].page.rows);
+      const M* start = reinterpret_cast<const M*>(runs[i].page.rows);
       c.keys[i] = start + runs[i].offset;
       c.values[i] = start + (bs + runs[i].offset) * d;
       has_votes |= runs[i].front;
+      if constexpr (kPacked) {
+        c.keys[i] = unpacked + runs[i].first * kTile;
+        c.values[i] = unpacked + runs[i].first * kTile * d;
+        ahead.take(static_cast<int64_t>(runs[i].count) * kTile * d / 128);
+        if constexpr (!kNibbles) unpack_keys(cache, runs[i], unpacked);
+      }
     }
     float factor = 1.0f;  // of the logits
 #if defined(__AMX_BF16__)
     if constexpr (kTiles) {
       tile_logits(c, q_stride);
-      factor = a.scale * kUnit<T>;
+      factor = a.scale * kUnit<M>;
       if (a.cap > 0.0f || a.mode == ScoreMode::log_ema || has_votes || factor <= 0.0f) {
         for (int r = 0; r < rows; ++r)
           for (int i = 0; i < width; i += kLanes) store(logits + r * kChunk + i, load(logits + r * kChunk + i) * factor);
@@ -987,7 +1238,11 @@ void attend_as(const Attend& a) {
       }
     }
 #endif
-    if constexpr (!kTiles) chunk_logits(c);
+#if defined(__AVX512BF16__)
+    if constexpr (kNibbles)
+      for (int i = 0; i < num_runs; ++i) nibble_logits(cache, runs[i], rows, q, logits);
+#endif
+    if constexpr (!kTiles && !kNibbles) chunk_logits(c);
     if constexpr (kCoded)
       for (int i = 0; i < num_runs; ++i) {
         const Run& run = runs[i];
@@ -1039,12 +1294,29 @@ void attend_as(const Attend& a) {
       if (keeps) a.chunk_max[r * a.chunk_stride + chunk / kChunkTiles] = a.maximum[r];
     }
     if (!a.with_values) continue;
+    if constexpr (kPacked)
+      for (int i = 0; i < num_runs; ++i) {
+        ahead.take(static_cast<int64_t>(runs[i].hi) * d / 128);
+        if constexpr (!kNibbles) unpack_values(cache, runs[i], unpacked);
+      }
+#if defined(__AVX512BF16__)
+    if constexpr (kNibbles)
+      for (int g = 0; g < groups_of(d); ++g)
+        for_row_groups<8>(rows, NibbleValues{cache, runs, num_runs, g, weights, a.accumulator, acc_stride});
+#endif
 #if defined(__AMX_BF16__)
     if constexpr (kTiles) tile_values(c, pairs);
 #endif
-    if constexpr (!kTiles) chunk_values(c);
+    if constexpr (!kTiles && !kNibbles) chunk_values(c);
   }
-  if constexpr (kCoded && kWay == Way::floats)
+#if defined(__AVX512BF16__)
+  if constexpr (kNibbles) {
+    const bool in_pairs = way_of(a.dtype, a.query.dtype, rows, a.total_queries) == Way::pairs;
+    for (int r = 0; r < rows; ++r)
+      order_columns(a.accumulator + r * acc_stride, d, in_pairs, a.dtype == DType::bf16);
+  }
+#endif
+  if constexpr ((kCoded || kPacked) && kWay == Way::floats)
     if (kSplits && a.dtype == DType::bf16)
       for (int r = 0; r < rows; ++r) split_columns(a.accumulator + r * acc_stride, d);
 }
@@ -1054,8 +1326,12 @@ void attend_in(const Attend& a) {
   switch (way_of(a.dtype, a.query.dtype, a.num_queries * a.group, a.total_queries)) {
     case Way::tiles: return attend_as<T, kHasTiles ? Way::tiles : Way::floats>(a);
     case Way::pairs: return attend_as<T, kHasPairs ? Way::pairs : Way::floats>(a);
-    case Way::floats: return attend_as<T, Way::floats>(a);
+    case Way::floats: break;
   }
+  // Codes of 4 bits are multiplied as whole numbers, unless queries have more bits than these.
+  if constexpr (std::is_same_v<T, I4> && kHasPairs)
+    if (a.query.dtype != DType::f32) return attend_as<I4, Way::pairs>(a);
+  attend_as<T, Way::floats>(a);
 }
 
 void attend(const Attend& a) {
@@ -1064,6 +1340,7 @@ void attend(const Attend& a) {
   if (a.cache->dtype == DType::e4m3) return attend_in<E4M3>(a);
   if (a.cache->dtype == DType::e5m2) return attend_in<E5M2>(a);
   if (a.cache->dtype == DType::i8) return attend_in<I8>(a);
+  if (a.cache->dtype == DType::i4) return attend_in<I4>(a);
   attend_in<BF16>(a);
 }
 

@@ -8,8 +8,8 @@
 
 namespace kvmerge {
 
-// Of 8 bits: caches' alone, i8 that of coded pages alone.
-enum class DType : int32_t { f32, bf16, f16, e4m3, e5m2, i8 };
+// Of 8 bits: caches' alone; i8 and i4: of coded pages alone.
+enum class DType : int32_t { f32, bf16, f16, e4m3, e5m2, i8, i4 };
 
 // Largest is no mode of a tracker: scores are raised to the largest probability that any query gives (KVzip).
 enum class ScoreMode : int32_t { none, sum, mean, log_ema, largest };
@@ -24,8 +24,8 @@ constexpr int kMaxHeadSize = 512;
 // dtype, and four planes of metadata [block_size] of 4 bytes, log_votes, scores, aux, positions; these lie behind the
 // region, or those of all regions behind all of them (vllm_kvmerge/ops/types.py).
 //
-// Coded pages (i8) are the same regions with more slots: K, V, log_votes, then the scales of keys and those of values,
-// float16, and no other metadata.
+// Coded pages are the same regions with more slots (vllm_kvmerge/ops/coded.py). i8: K, V, log_votes, then the scales of
+// keys and those of values, float16, and no other metadata. i4: K, V, the ranges of keys and those of values; log_votes.
 struct PagedKVCache {
   char *base, *metadata;
   int64_t region_stride, metadata_stride;  // bytes from those of one head to the next one's, and over blocks
@@ -33,6 +33,14 @@ struct PagedKVCache {
   int32_t num_heads, head_size, block_size, item_size;
   DType dtype;
 };
+
+// By its number in tensors, how a row's pages are coded, and how many slots they have in place of one.
+struct Coding {
+  DType dtype;
+  int32_t slots;
+};
+constexpr Coding kCodings[] = {{DType::f32, 1}, {DType::i8, 2}, {DType::i4, 3}};  // 0: not at all
+constexpr int kNumCodings = sizeof kCodings / sizeof *kCodings;
 
 // One head's slots of a block: K and V, and the planes of metadata.
 struct Page {

@@ -32,6 +32,10 @@ struct E5M2 {
 struct I8 {
   int8_t bits;
 };
+// Two whole numbers from 0 to 15, the first in the lower bits.
+struct I4 {
+  uint8_t bits;
+};
 typedef int8_t VC __attribute__((vector_size(kLanes)));
 
 constexpr float kInfinity = __builtin_huge_valf();
@@ -87,9 +91,13 @@ inline VF load(const F16* p) {
 }
 
 inline VU widen(const uint8_t* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return bit_cast<VU>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
   VB x;
   __builtin_memcpy(&x, p, sizeof x);
   return __builtin_convertvector(x, VU);
+#endif
 }
 
 inline VF load(const E4M3* p) {
@@ -126,6 +134,8 @@ inline VF load(const E5M2* p) {  // the upper half of a float16
 inline VF load(const I8* p) {
 #if defined(__AVX512F__)
   return bit_cast<VF>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(__AVX2__)
+  return bit_cast<VF>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
 #else
   VC x;
   __builtin_memcpy(&x, p, sizeof x);

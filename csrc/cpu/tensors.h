@@ -97,6 +97,10 @@ class Argument {
     KVM_CHECK(is(kDLBool, 8), TypeError) << name_ << " must be bool";
     return static_cast<uint8_t*>(data());
   }
+  uint8_t* u8() const {
+    KVM_CHECK(is(kDLUInt, 8), TypeError) << name_ << " must be uint8";
+    return static_cast<uint8_t*>(data());
+  }
   int64_t* i64() const {
     KVM_CHECK(is(kDLInt, 64), TypeError) << name_ << " must hold integers of 64 bits";
     return static_cast<int64_t*>(data());
@@ -236,7 +240,7 @@ struct HeadPages {
 };
 
 // ids: [rows, heads, pages], (block * layers + layer) * heads + head each; fronts: [rows, heads]. A row of ids whose
-// first is negative has no pages, and null pointers here. coded: [rows], whose pages are coded ones; null: none are.
+// first is negative has no pages, and null pointers here. coded: [rows], places in kCodings; null: none are.
 inline HeadPages head_pages_of(const std::vector<PagedKVCache>& layers, const TensorView& ids, const TensorView& fronts,
                                int64_t num_rows, const uint8_t* coded = nullptr) {
   const PagedKVCache& first = layers.front();
@@ -250,7 +254,7 @@ inline HeadPages head_pages_of(const std::vector<PagedKVCache>& layers, const Te
       KVM_CHECK(found.fronts[row] == 0 || id[0] < 0, ValueError) << "a front without pages has entries";
       continue;
     }
-    const int64_t size = coded && coded[row / heads] ? 2 * bs : bs, used = (found.fronts[row] + size - 1) / size;
+    const int64_t size = coded ? kCodings[coded[row / heads]].slots * bs : bs, used = (found.fronts[row] + size - 1) / size;
     KVM_CHECK(0 <= used && used <= count, ValueError)
         << "a front of " << found.fronts[row] << " does not fit in " << count << " pages of " << size;
     for (int64_t i = 0; i < count; ++i) {

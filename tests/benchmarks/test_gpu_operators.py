@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("triton", reason="Triton is not installed")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu_operators.py"
-PARTS = {"decode", "skewed", "compaction", "merges", "prefill", "peers", "scores", "entries", "float32"}
+PARTS = {"decode", "coded", "skewed", "compaction", "merges", "prefill", "peers", "scores", "entries", "float32"}
 
 
 def run(tmp_path, *options):
@@ -36,6 +36,7 @@ def test_every_operator_is_checked_and_every_aim_is_judged(tmp_path):
     assert {row["part"] for row in rows} == PARTS and not found["failed"]
     kernels = {"paged_attention", "score_prompt_queries", "score_repetition", "fused_attention", "join_slots"}
     kernels |= {"gather_metadata", "gather_rows", "write_metadata", "write_rows", "write_tokens", "move_entries"}
+    kernels |= {"write_codes"}
     assert {row["operator"] for row in rows} == kernels | {"merge_entries", "most_similar", "prefill", "compaction"}
     # What is timed, but is compositions of operators that are checked, has nothing to be compared with.
     assert all(row["errors"] or row["operator"] == "compaction" for row in rows)

@@ -76,6 +76,10 @@ def jobs() -> list:
     for policy, fields in (("streaming_llm", {}), ("morphkv", {}), ("adakv", chunks), ("keepkv", {})):
         extra = compression(policy, budget=40, interval=8, decode="bounded", positions="cache", **fields)
         found.append((random_prompt(rng, 90), extra, 30))
+    # Fronts in 8 bits, in batches and graphs with others.
+    for policy, fields in (("snapkv", {}), ("adakv", {}), ("kvzip", {"context_tokens": 80}), ("zsmerge", {})):
+        extra = compression(policy, budget=40, decode="grow", front="int8", **fields)
+        found.append((random_prompt(rng, 100), extra, 20))
     # Contexts that others have compressed, some of them all of the prompt; as many as are not lost to other requests.
     for policy, fields in (("snapkv", {}), ("morphkv", {}), ("adakv", {"decode": "bounded"})):
         context, extra = random_prompt(rng, 97), compression(policy, budget=33, context_tokens=97, **fields)

@@ -23,6 +23,7 @@ POLICIES = {
     "h2o": {},
     "adakv": {"decode": "bounded"},
     "kvzip": {"front": "int8"},
+    "keydiff": {"front": "int4", "decode": "grow"},
     "morphkv": {"decode": "bounded"},
 }
 

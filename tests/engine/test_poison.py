@@ -14,6 +14,7 @@ from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, engine_w
 from tests.engine.test_stress import Job, assert_answers_alone, draw_jobs, run_together
 from tests.engine.test_stress_contexts import check_sharing
 from vllm_kvmerge import compression, demo
+from vllm_kvmerge.ops.coded import CODINGS
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, CompressionError
 
 pytestmark = pytest.mark.engine
@@ -31,7 +32,7 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
     "decay": (0.5, 0.99),
     "merger": ("drop", "attention_matching", "zip"),
     "decode": ("bounded", "grow"),
-    "front": ("int8",),
+    "front": tuple(CODINGS),
     "positions": ("text", "cache"),
     "refresh": ({"every": 20, "queries": 8},),
     "skip_layers": (1,),

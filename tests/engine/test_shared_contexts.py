@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from tests.engine.conftest import greedy, random_prompt, run
 from tests.policies import failing
 from vllm_kvmerge.engine.metrics import CONTEXT_HIT_TOKENS, CONTEXT_HITS, CONTEXT_MISSES
+from vllm_kvmerge.ops.coded import CODINGS
 from vllm_kvmerge.policies import PRESETS
 
 CONTEXT, QUESTION, ANSWER = 430, 25, 20
@@ -35,8 +36,8 @@ FIELDS = {
     "bounded threshold": ("h2o", {"budget": {"threshold": 0.01, "max": 0.5}, "decode": "bounded"}),
     "bounded adakv": ("adakv", {"decode": "bounded"}),
     "matching": ("keydiff", {"merger": "attention_matching"}),
-    "8 bits": ("snapkv", {"front": "int8", "merger": "zip", "decode": "grow"}),
-    "8 bits of uneven heads": ("kvzip", {"front": "int8"}),
+    **{front: ("snapkv", {"front": front, "merger": "zip", "decode": "grow"}) for front in CODINGS},
+    **{f"{front} of uneven heads": ("kvzip", {"front": front}) for front in CODINGS},
     "protect": ("keepkv", {"protect": {"tokens": [[10, 40]]}}),
     "positions": ("morphkv", {"positions": "cache"}),
     "positions of uneven heads": ("adakv", {"positions": "cache", "decode": "bounded"}),

@@ -26,6 +26,7 @@ from vllm_kvmerge.engine.arguments import (
 )
 from vllm_kvmerge.engine.served_model import EngineModel
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_options, check_vllm_version
+from vllm_kvmerge.request.spec import CompressionError, parse_compression
 
 
 def model(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
@@ -403,6 +404,33 @@ def test_where_heads_have_pages_of_their_own(tmp_path: Path) -> None:
         config.device_config.device_type = device
         config.additional_config = {"kvmerge": ours}
         assert request_limits(config).head_pages == expected
+
+
+def test_where_fronts_can_be_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU where attention is Triton's, by default or by the table."""
+    config = vllm_config(tmp_path, LLAMA, **kvmerge_engine_args())
+    by_cuda = {"operators": {"paged_attention": "cuda"}}
+    cases = [
+        ("cpu", {}, None),
+        ("cuda", {}, None),
+        ("cuda", {"operators": {"merge_entries": "cuda", "write_codes": "reference"}}, None),
+        ("cuda", by_cuda, "attention in CUDA C++"),
+        ("cpu", by_cuda, None),
+        ("cuda", {"operators": {"paged_attention": "reference"}}, "servers without head_pages"),
+        ("cuda", {"head_pages": False}, "servers without head_pages"),
+    ]
+    for device, ours, expected in cases:
+        config.device_config.device_type, config.additional_config = device, {"kvmerge": ours}
+        assert request_limits(config).front_obstacle("int8") == expected
+    spec = parse_compression({"policy": "snapkv", "budget": 50, "front": "int8"})
+    config.device_config.device_type, config.additional_config = "cuda", {"kvmerge": by_cuda}
+    with pytest.raises(CompressionError, match="front: 'int8' is not for attention in CUDA C.*; allowed: null"):
+        request_limits(config).check(spec, 400, 10)
+    monkeypatch.setattr("vllm_kvmerge.engine.arguments.choice", lambda operator, device, head_size: "cuda")
+    config.additional_config = None
+    assert request_limits(config).front_obstacle("int8") == "attention in CUDA C++"
+    config.additional_config = {"kvmerge": {"operators": {"paged_attention": "triton"}}}
+    assert request_limits(config).front_obstacle("int8") is None
 
 
 def test_memory_beside_the_cache_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from vllm_kvmerge.engine.internal_requests import VerifyingRequest
 from vllm_kvmerge.engine.verification import VERIFY_KEY, obstacle, repeats
 from vllm_kvmerge.evaluation.backends import EngineBackend, Request
 from vllm_kvmerge.evaluation.config import EngineOptions
+from vllm_kvmerge.ops.coded import CODINGS
 
 PROMPT = random_prompt(np.random.default_rng(1), 300)
 
@@ -76,7 +77,7 @@ def test_the_full_cache_agrees_with_its_own_answer_and_not_with_another_token(en
     assert all(agrees[:60]) and not agrees[60]
 
 
-@pytest.mark.parametrize("front", [None, "int8"])
+@pytest.mark.parametrize("front", [None, *CODINGS])
 def test_a_corrupted_front_lowers_the_agreement(engine, front):
     """As a fault of ours would: nobody else sees it."""
     fields = {"budget": 280, "decode": "grow", "front": front}
@@ -86,7 +87,7 @@ def test_a_corrupted_front_lowers_the_agreement(engine, front):
         for request_id, segments in engine.segments.items():
             blocks = [one.block_id for one in engine.manager.req_to_blocks[request_id]]
             for layer in engine.compression.compactor.layers:
-                values = layer.values if front is None else layer.coded.values
+                values = layer.values if front is None else layer.coded(front).values
                 with torch.inference_mode():
                     values[blocks[: segments.front // values.shape[2]]] *= -1
 

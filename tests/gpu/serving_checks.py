@@ -9,7 +9,7 @@ import pytest
 from tests.engine.conftest import random_prompt
 from tests.engine.test_recall import test_recall_on_fresh_prompts  # noqa: F401
 from tests.engine.test_stress import assert_same_or_tied, draw_jobs, run_together
-from tests.gpu.compare import assert_all_close, assert_close
+from tests.gpu.compare import Tolerance, assert_all_close, assert_close
 from tests.gpu.setting import OFTEN
 from vllm_kvmerge import compression, demo
 
@@ -94,6 +94,25 @@ def test_policies_are_the_references(engine, setting, expected, company):
     else:
         found = [engine.run([job], setting.num_tokens)[0] for job in jobs]
     assert_all_close(found, expected["reference"], setting.against_itself, company)
+    engine.assert_empty()
+
+
+def test_fronts_in_8_bits(engine, setting):
+    """Beside others and alone they are the same, and close to the same policy's front in the cache's dtype."""
+    rng, length = np.random.default_rng(8), setting.longest - 10
+    asked = [(policy, random_prompt(rng, length)) for policy in ("snapkv", "adakv", "zsmerge")]
+    fields = {"budget": length // 3, "decode": "grow"}
+    jobs = [
+        (prompt, compression(policy, **fields, front=front)) for front in (None, "int8") for policy, prompt in asked
+    ]
+    together = engine.run(jobs, setting.num_tokens)
+    plain, coded = together[: len(asked)], together[len(asked) :]
+    alone = [engine.run([job], setting.num_tokens)[0] for job in jobs[len(asked) :]]
+    assert_all_close(coded, alone, setting.against_itself, "8 bits")
+    own = setting.against_itself
+    tolerance = Tolerance(own.most + 0.1, own.mean + 0.03)
+    assert_all_close(coded, plain, tolerance, "8 bits or all")
+    assert all(one.candidates != other.candidates for one, other in zip(coded, plain, strict=True))
     engine.assert_empty()
 
 

@@ -24,7 +24,8 @@ from vllm_kvmerge import demo
 pytestmark = pytest.mark.engine
 
 FEW_CHECKS = (
-    "asked_for or vllms or flash or references[together] or change or is_as and keepkv or every_kind or no_python"
+    "asked_for or vllms or flash or references[together] or 8_bits or change or is_as and keepkv or every_kind "
+    "or no_python"
 )
 """Those of the short test, which also run without a GPU."""
 CHECKS = Path(__file__).with_name("serving_checks.py")

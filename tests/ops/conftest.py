@@ -243,9 +243,10 @@ def operators(request):
     if request.param == "cuda-gpu":
         yield cuda_on_gpu()
     elif request.param == "triton-gpu":
-        yield OnGPU(complete(pytest.importorskip("vllm_kvmerge.ops.triton")), torch.device("cuda"))
+        with row_major_caches():  # codes that are copied as other numbers must lie here as there
+            yield OnGPU(complete(pytest.importorskip("vllm_kvmerge.ops.triton")), torch.device("cuda"))
     elif request.param == "reference-gpu":  # without a GPU: tensors that cannot be mixed with the CPU's
-        with SimulatedGPU(may_wait=True):
+        with SimulatedGPU(may_wait=True), row_major_caches():
             yield OnGPU(reference, GPU)
     elif request.param == "cuda":
         yield request.getfixturevalue("cuda")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.ops import AttentionBatch, PagedKVCache, SequenceLayers, cell_bytes
+from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, SequenceLayers, cell_bytes
 from vllm_kvmerge.ops.types import PLANES
 
 
@@ -17,7 +17,7 @@ class OnGPU:
     """A module of operators, each of which works on copies of its arguments on ``device`` and brings back what changed.
 
     Copied caches have a GPU's layout, keys row by row; strides of all other tensors stay. Of
-    ``SequenceLayers``, layer and segments stay where they are, as in a compaction.
+    ``SequenceLayers``, layer and segments stay where they are, as in a compaction, and of ``HeadPages`` all but layers.
     """
 
     def __init__(self, module: ModuleType, device: torch.device) -> None:
@@ -51,6 +51,8 @@ class OnGPU:
         if isinstance(value, SequenceLayers):
             layers = [self._moved(pages, there) for pages in value.layers]
             return replace(value, layers=layers, blocks=self._moved(value.blocks, there))
+        if isinstance(value, HeadPages):
+            return replace(value, layers=[self._moved(pages, there) for pages in value.layers], _sent={})
         if isinstance(value, tuple | list):
             return type(value)(self._moved(one, there) for one in value)
         if is_dataclass(value) and not isinstance(value, type):

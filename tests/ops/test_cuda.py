@@ -255,7 +255,7 @@ def test_heads_attend_to_pages_of_their_own(
 @without_a_gpu
 def test_layers_of_head_pages(strict, monkeypatch):
     """Captured graphs hold for fronts of all shapes: tables are read by the kernels alone. Pages are found by the
-    distance of their layer, so layers that lie differently are left to others."""
+    distance of their layer, so layers that lie differently are left to others, as coded fronts are."""
     shape, query = (8, 2, 16, cell_bytes(64, torch.float32) // 4), torch.randn(1, 2, 64)
     layers = [PagedKVCache.of(torch.zeros(shape), 64, True) for _ in range(3)]
     table = HeadPages(layers, torch.zeros(3, 2, 2).long(), torch.zeros(3, 2).long()).table()
@@ -270,8 +270,9 @@ def test_layers_of_head_pages(strict, monkeypatch):
     fallback = SimpleNamespace(paged_attention=lambda *args: left.append(args[2]))
     monkeypatch.setattr("vllm_kvmerge.ops.cuda.backend.fallback", lambda device: fallback)
     scattered = replace(tables, layers=[*layers[:2], replace(layers[2], aux=layers[2].aux.clone())])
-    strict.paged_attention(query, layers[1], replace(batch, tables=scattered), 0.1, query.clone())
-    assert len(left) == 1
+    for others in (scattered, replace(tables, coded=True)):
+        strict.paged_attention(query, layers[1], replace(batch, tables=others), 0.1, query.clone())
+        assert left.pop().tables is others
 
 
 # The table of choices

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.ops.test_coded import test_codes_are_written_as_by_the_reference  # noqa: F401
 from tests.ops.test_operators import (
     REPETITIONS,
     check_repetition,

@@ -49,7 +49,7 @@ def test_everything_in_the_interpreter(thin):
     rounding, which it does not do as GPUs do.
     """
     names = ["operators", "rows", "index", "zipping", "cpu", "head_pages", "large_pool", "regression"]
-    names += ["queries", "triton_interpreted"]
+    names += ["coded", "queries", "triton_interpreted"]
     files = [*(f"test_{name}.py" for name in names), "../engine/cuda/test_backend_interpreted.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--thin", str(thin)]
     command += ["-k", CHOSEN, *(str(TESTS / name) for name in files)]
@@ -86,6 +86,9 @@ def run_all(
         triton.paged_attention(query, pages, batch, 0.1, query.clone(), window=128, chunked=True)
         tables = PageTables((pages, pages), 1, torch.zeros(rows, dtype=torch.int64))
         triton.paged_attention(query, pages, replace(batch, tables=tables), 0.1, query.clone())
+        if dtype not in QUANTISED:
+            coded = replace(batch, tables=replace(tables, coded=True))
+            triton.paged_attention(query, pages, coded, 0.1, query.clone())
     if only_attention:
         return
     for mode in (ScoreMode.SUM, ScoreMode.LOG_EMA):
@@ -114,6 +117,7 @@ def run_all(
             triton.most_similar(located, index, index, index.bool(), changes)
         for fusion in ("sum", "max"):
             triton.fused_attention(located, newest, index, votes, positions, 0.1, fusion)
+    triton.write_codes(seq_layers, head_pages, newest[:, 0], newest[:, 0], planes[0])
     mask = index.bool()
     for ranking in (votes, positions):
         triton.largest(ranking, 7)
@@ -187,6 +191,36 @@ def test_kernels_compile_without_spills(dtype, head_size, groups, num_queries, c
             if launch.kernel.__name__ == "attend":
                 assert "cp.async" in code.ptx, "keys and values are not loaded ahead"
                 assert ("mma.sync" in code.ptx or "wgmma" in code.ptx) == (dtype is not torch.float32), told
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton has no tools for GPUs")
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "groups", "num_queries", "capability"),
+    [
+        (torch.bfloat16, 128, 4, 1, 80),
+        (torch.float16, 64, 7, 1, 90),
+        (torch.float16, 128, 4, 64, 80),
+        pytest.param(torch.float16, 128, 4, 1, 90, marks=pytest.mark.gpu_code),
+        pytest.param(torch.bfloat16, 64, 7, 1, 80, marks=pytest.mark.gpu_code),
+        pytest.param(torch.bfloat16, 64, 7, 64, 90, marks=pytest.mark.gpu_code),
+        pytest.param(torch.bfloat16, 128, 4, 64, 80, marks=pytest.mark.gpu_code),
+    ],
+)
+def test_coded_fronts_need_no_other_kernel_and_no_spills(
+    dtype, head_size, groups, num_queries, capability, tmp_path, gpu
+):
+    """Codes are loaded ahead as bytes and multiplied on tensor cores; the kernels beside ``attend`` are the same."""
+    with launches() as found:
+        run_all(dtype, head_size, groups, num_queries, only_attention=True, has_pages=True)
+    kernels = [launch for launch in {launch.key: launch for launch in found}.values() if launch.is_paged]
+    assert [launch.kernel.__name__ for launch in kernels].count("attend") == 2
+    assert len(kernels) == len({launch.kernel.__name__ for launch in kernels}) + 1
+    (launch,) = [launch for launch in kernels if launch.arguments.get("codes") is not None]
+    code = compile_for(launch, capability, tmp_path)
+    told = code.registers, code.stack, code.spills_in_loops, code.shared
+    assert code.stack <= (STACK if code.spills_in_loops else 2 * STACK), told
+    assert code.shared <= SHARED_MEMORY[capability], told
+    assert "cp.async" in code.ptx and ("mma.sync" in code.ptx or "wgmma" in code.ptx), told
 
 
 @pytest.mark.parametrize(("dtype", "too_old"), [(torch.float8_e4m3fn, True), (torch.float8_e5m2, False)], ids=str)

@@ -46,7 +46,8 @@ SINKS = {"has_sinks": True}
 WINDOWS = {"has_windows": True, "window_rotation_obstacle": "declares no RoPE of its chunked-local layers"}
 STATES = {"has_states": True}
 COMPILED = {"hidden_states_obstacle": "compiles the model"}
-LATENT = {"front_obstacle": "models that keep one latent for keys and values (MLA)"}
+LATENT = {"front_obstacles": {"int8": "models that keep one latent for keys and values (MLA)"}}
+SMALL = {"front_obstacles": {"int4": "head sizes below 32"}}
 CODED = {"policy": "snapkv", "front": "int8"}
 BARE = {"has_surrogate": False}
 MORPHKV_MAX = {"policy": "morphkv", "group_fusion": "max"}
@@ -79,6 +80,7 @@ REFUSED = [
     (STATES, {"policy": "h2o", "reuse": "turns"}, "reuse", "linear-attention layers; allowed: "),
     (STATES, "kvzip", "tracker", "linear-attention layers; allowed: "),
     (LATENT, CODED, "front", "'int8' is not for models that keep one latent.*; allowed: null"),
+    (SMALL, CODED | {"front": "int4"}, "front", "'int4' is not for head sizes below 32; allowed: null"),
     (BARE, "kvzap", "tracker", "'predicted' needs a KVzap model, .* allowed: another tracker, or on .* --kvzap"),
     (COMPILED, "kvzap", "tracker", COMPILES),
     (COMPILED, NORMALIZED, "normalized", COMPILES),

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import model_validator
 
+from vllm_kvmerge.ops.coded import CODINGS
 from vllm_kvmerge.policies import PARTS, PRESETS, SELECTORS
 from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.policies.mergers import ZipMerger
@@ -181,14 +182,15 @@ REFUSALS = [
         }.items()
     ),
     ({"policy": "h2o", "front": "int8"}, "decode", "incompatible_fields", ["'bounded' with front 'int8'", "'grow'"]),
-    ({"policy": "h2o", "front": "int2"}, "front", "invalid_value", ["'int8'", "'int2'"]),
+    ({"policy": "h2o", "front": "int2"}, "front", "invalid_value", ["'int8' or 'int4'", "'int2'"]),
     *(
         (
-            {"policy": "snapkv", "front": "int8", field: value},
+            {"policy": "snapkv", "front": front, field: value},
             field,
             "incompatible_fields",
-            ["with front 'int8'", allowed],
+            [f"with front '{front}'", allowed],
         )
+        for front in CODINGS
         for field, value, allowed in [
             ("prefill", {"chunk": 9}, "null"),
             ("refresh", {"every": 9}, "null"),

@@ -11,7 +11,7 @@ from vllm_kvmerge.engine.support import (
     UnsupportedConfigError,
     caps_logits,
     check_options,
-    front_obstacle,
+    front_obstacles,
     full_layer,
     has_sinks,
     has_states,
@@ -24,7 +24,7 @@ from vllm_kvmerge.engine.support import (
     window_rotation_obstacle,
 )
 from vllm_kvmerge.ops import OPERATORS
-from vllm_kvmerge.ops.choice import check_overrides
+from vllm_kvmerge.ops.choice import check_overrides, choice
 from vllm_kvmerge.policies import PRESETS, load_plugins
 from vllm_kvmerge.request.limits import DEVICE_SHARE, Limits, ModelShape
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, FULL, CompressionError, parse_compression
@@ -185,6 +185,11 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
     num_kv_heads = model.get_num_kv_heads(parallel, layer)
     one_layer = 4 * 2 * num_kv_heads * layer.head_size * model.max_model_len
     max_bytes, device_room = max(LEAST_COMPACTION_BYTES, LAYERS_AT_ONCE * one_layer), None
+    attention = None
+    if vllm_config.device_config.device_type != "cpu":
+        attention = options.operators.get("paged_attention") or choice(
+            "paged_attention", current_platform.get_device_name(), layer.head_size
+        )
     if vllm_config.device_config.device_type == "cuda":
         device_room = int(DEVICE_SHARE * current_platform.get_device_total_memory())
         max_bytes = min(max_bytes, device_room)
@@ -211,7 +216,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             has_latents=model.use_mla,
             window_rotation_obstacle=window_rotation_obstacle(model),
             has_states=has_states(model),
-            front_obstacle=front_obstacle(vllm_config),
+            front_obstacles=front_obstacles(vllm_config, attention),
         ),
         block_size=vllm_config.cache_config.block_size,
         max_model_len=model.max_model_len,
@@ -222,11 +227,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         shares_contexts=shares_contexts(vllm_config),
         device_room=device_room,
         pool_bytes=vllm_config.cache_config.kv_cache_memory_bytes,
-        head_pages=options.head_pages
-        and not (
-            # The reference of attention cannot follow a GPU's addresses.
-            vllm_config.device_config.device_type != "cpu" and options.operators.get("paged_attention") == "reference"
-        ),
+        head_pages=options.head_pages and attention != "reference",  # that cannot follow a GPU's addresses
     )
 
 

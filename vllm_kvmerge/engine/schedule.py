@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_kvmerge.engine.messages import FrontReport
-from vllm_kvmerge.ops.types import CODED_ENTRIES
+from vllm_kvmerge.ops.coded import slots_of
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.spec import CompressionSpec
 
@@ -137,7 +137,7 @@ class RequestCompression:
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
             num_layers=limits.shape.num_layers,
             block_size=limits.block_size,
-            front_size=limits.block_size * (CODED_ENTRIES if config.front else 1),
+            front_size=limits.block_size * slots_of(config.front),
             is_uneven=is_uneven,
             has_pages=is_uneven and limits.head_pages,
             may_shrink=is_uneven and limits.head_pages and not fills_budget,

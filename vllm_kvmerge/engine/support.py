@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.config.model_arch import ModelArchitectureConfig
 
+    from vllm_kvmerge.ops.coded import Coding
+
 SUPPORTED_RELEASES = ((0, 32), (0, 33))
 SUPPORTED_RANGE = ">=0.32,<0.34"
 COMPLETE = ("0.32.0", "0.33.0")
@@ -78,16 +80,24 @@ def has_states(model: "ModelConfig") -> bool:
     return model.is_hybrid
 
 
-def front_obstacle(vllm_config: "VllmConfig") -> str | None:
-    """Why fronts cannot be in 8 bits (``front``); None: they can."""
+def front_obstacles(vllm_config: "VllmConfig", attention: str | None) -> "dict[Coding, str]":
+    """Why fronts cannot be coded so (``front``), by the coding. attention: its implementation on a GPU."""
+    from vllm_kvmerge.ops.coded import CODINGS
+
     model = vllm_config.model_config
-    obstacles = {
-        "GPUs yet": vllm_config.device_config.device_type != "cpu",
-        "models that keep one latent for keys and values (MLA)": model.use_mla,
-        "models with Mamba or linear-attention layers": has_states(model),
-        "caches of 8 bits": vllm_config.cache_config.cache_dtype in QUANTISED,
-    }
-    return next((what for what, is_there in obstacles.items() if is_there), None)
+    found: dict[Coding, str] = {}
+    for coding, pages in CODINGS.items():
+        obstacles = {
+            "GPUs yet": attention is not None and coding != "int8",
+            "attention in CUDA C++": attention == "cuda",
+            "models that keep one latent for keys and values (MLA)": model.use_mla,
+            "models with Mamba or linear-attention layers": has_states(model),
+            "caches of 8 bits": vllm_config.cache_config.cache_dtype in QUANTISED,
+            f"head sizes below {pages.least_head_size}": full_layer(model).head_size < pages.least_head_size,
+        }
+        if obstacle := next((what for what, is_there in obstacles.items() if is_there), None):
+            found[coding] = obstacle
+    return found
 
 
 def full_layer(model: "ModelConfig") -> "ModelArchitectureConfig":

@@ -28,7 +28,6 @@ from vllm_kvmerge.ops.types import (
     QUANTISED,
     AttentionBatch,
     Changes,
-    CodedPages,
     Destination,
     HeadPages,
     Metadata,
@@ -39,7 +38,6 @@ from vllm_kvmerge.ops.types import (
     ScoreUpdate,
     SequenceLayers,
     Softmax,
-    coded,
     sent,
     stored,
 )
@@ -125,7 +123,7 @@ def paged_attention(
         at = None if batch.pages is None else _front_places(batch.pages, number)
         if at is not None:
             assert batch.pages is not None
-            if batch.pages.is_coded(number) and mode != ScoreMode.NONE.code:
+            if batch.pages.coding(number) and mode != ScoreMode.NONE.code:
                 raise ValueError(f"row {number}: a coded front has no scores")
             layers, front = batch.pages.layers, 0
         if window:
@@ -363,8 +361,6 @@ class _Places:
 _BLANKS = {
     "keys": 0.0,
     "values": 0.0,
-    "key_scales": 0.0,
-    "value_scales": 0.0,
     "log_votes": -torch.inf,
     "scores": 0.0,
     "aux": 0.0,
@@ -373,13 +369,13 @@ _BLANKS = {
 """What is read where there is no slot."""
 
 
-def _plane(cache: PagedKVCache | CodedPages, name: str) -> Tensor:
+def _plane(cache: PagedKVCache, name: str) -> Tensor:
     """``[B, H, bs, ...]``."""
     plane: Tensor = getattr(cache, name)
     return plane.transpose(2, 3) if name == "keys" else plane
 
 
-def _read(layers: Sequence[PagedKVCache] | Sequence[CodedPages], name: str, at: _Places) -> Tensor:
+def _read(layers: Sequence[PagedKVCache], name: str, at: _Places) -> Tensor:
     """``[H, m, ...]`` of a plane."""
     if isinstance(at.layer, int):
         found = _plane(layers[at.layer], name)[at.index]
@@ -395,7 +391,7 @@ def _read(layers: Sequence[PagedKVCache] | Sequence[CodedPages], name: str, at: 
 
 
 def _write(
-    layers: Sequence[PagedKVCache] | Sequence[CodedPages],
+    layers: Sequence[PagedKVCache],
     name: str,
     at: _Places,
     values: Tensor,
@@ -429,15 +425,31 @@ def _front_places(pages: HeadPages, row: int, front: int | None = None) -> _Plac
 
 def _front(pages: HeadPages, row: int, at: _Places) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values (``[H, m, d]`` float32) and log_votes (``[H, m]``) of a row's front."""
-    if not pages.is_coded(row):
+    coding = pages.coding(row)
+    if coding is None:
         keys, values, votes = (_read(pages.layers, name, at) for name in ("keys", "values", "log_votes"))
         return keys.float(), values.float(), votes
-    layers = [layer.coded for layer in pages.layers]
-    keys, values = (
-        _read(layers, plane, at).float() * _read(layers, scales, at).float().unsqueeze(-1)
-        for plane, scales in (("keys", "key_scales"), ("values", "value_scales"))
-    )
-    return keys, values, _read(layers, "log_votes", at)
+    (num_heads, count), size = at.exists.shape, pages.page_size(row)
+    shape = num_heads, -(-count // size), size
+    keys, values = at.exists.new_zeros(2, *shape, pages.layers[0].head_size, dtype=torch.float32)
+    votes = torch.full_like(keys[..., 0], -torch.inf)
+    for layer, mine, block, head in _pages_by_layer(pages[row : row + 1], size):
+        keys[mine], values[mine], votes[mine] = pages.layers[layer].coded(coding).read(block, head)
+    keys, values, votes = (plane.flatten(1, 2)[:, :count] for plane in (keys, values, votes))
+    missing = ~at.exists
+    rows = (plane.masked_fill(missing.unsqueeze(-1), 0.0) for plane in (keys, values))
+    return *rows, votes.masked_fill(missing, -torch.inf)
+
+
+def _pages_by_layer(pages: HeadPages, size: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Yields each layer with pages of ``size`` slots that hold entries, which of ``[rows * H, pages]`` those are (bool,
+    as many columns as the longest front needs), and their blocks and heads."""
+    fronts, device = pages.fronts.flatten().unsqueeze(1), pages.layers[0].device
+    first = torch.arange(0, int(fronts.max()), size)
+    layer, block, head = pages.places(pages.ids.flatten(0, 1)[:, : len(first)])
+    for number in layer[first < fronts].unique().tolist():
+        mine = (first < fronts) & (layer == number)
+        yield number, *(sent(part, device) for part in (mine, block[mine], head[mine]))
 
 
 def _block_places(cache: PagedKVCache, layer: int, blocks: Tensor, slots: Tensor) -> _Places:
@@ -581,15 +593,22 @@ def write_codes(
     seq_layers: SequenceLayers, destination: HeadPages, keys: Tensor, values: Tensor, log_votes: Tensor
 ) -> None:
     """Writes the entries of coded fronts, whose places are ``[0, C)``: keys and values (``[H, C, d]`` float32, finite)
-    as codes, and ``log_votes`` (``[H, C]`` float32). destination: coded pages, of which places behind a head's front
-    are not written."""
-    layers = [layer.coded for layer in seq_layers.layers]
-    places = torch.arange(keys.shape[1], device=keys.device).expand_as(log_votes)
-    planes = dict(zip(("keys", "key_scales", "values", "value_scales"), (*coded(keys), *coded(values)), strict=True))
-    for name, plane in (planes | {"log_votes": log_votes}).items():
-        parts = plane.chunk(len(seq_layers.layer))
-        for at, part in zip(_destinations(seq_layers, destination, places), parts, strict=True):
-            _write(layers, name, at, part)
+    as codes, and ``log_votes`` (``[H, C]`` float32). destination: pages, coded alike; those behind a head's front are
+    not written."""
+    coding, size = destination.coding(0), destination.page_size(0)
+    assert coding is not None
+    fronts = sent(destination.fronts.flatten().unsqueeze(1), keys.device)
+    room = -(-int(destination.fronts.max()) // size) * size
+
+    def in_pages(plane: Tensor) -> Tensor:
+        missing = (0, 0) * (plane.dim() - 2) + (0, room - plane.shape[1])
+        return torch.nn.functional.pad(plane, missing).unflatten(1, (-1, size))
+
+    keys, values, log_votes = map(in_pages, (keys, values, log_votes))
+    slots = torch.arange(room, device=keys.device).view(-1, size)
+    log_votes = log_votes.masked_fill(slots >= fronts.unsqueeze(2), -torch.inf)
+    for layer, mine, block, head in _pages_by_layer(destination, size):
+        seq_layers.layers[layer].coded(coding).write(block, head, keys[mine], values[mine], log_votes[mine])
 
 
 def join_entries(

@@ -22,7 +22,7 @@ the same memory, a block at a time.
 On a GPU, ``keys.permute(0, 3, 1, 2)`` and ``values.transpose(1, 2)`` are the ``[B, bs, H, d]`` that FlashAttention
 takes for a paged cache: rows contiguous, strides of blocks, slots and heads as they are.
 
-A page of a *coded* front (``CodedPages``) holds twice as many entries in the same memory.
+A page of a *coded* front (``CodedPages``) holds several times as many entries in the same memory.
 
 ``log_votes`` and ``positions`` are meaningful only for the entries of a compressed front: an ordinary token has no bias
 and its slot is its position, so requests without a policy never write metadata.
@@ -38,15 +38,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from vllm_kvmerge.ops.coded import CODINGS, CodedPages, Coding, coding_of, number_of, slots_of
+
 METADATA_BYTES = 16
 
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of caches that hold keys and values over a scale, rounded to 8 bits."""
-
-CODED_ENTRIES = 2
-"""Coded entries in the room of one that is not."""
-
-LARGEST_CODE = 127
 
 PLANES = ("keys", "values", "log_votes", "scores", "aux", "positions")
 """Of a ``PagedKVCache``."""
@@ -362,25 +359,9 @@ class PagedKVCache:
             (*values.shape[:2], size), (*values.stride()[:2], 1), values.storage_offset() - size // 2
         )
 
-    @cached_property
-    def coded(self) -> "CodedPages":
+    def coded(self, coding: Coding) -> CodedPages:
         """The same memory as pages of coded fronts."""
-        size = CODED_ENTRIES * self.block_size
-        codes = self.content.view(torch.int8)[..., : 2 * size * self.head_size].unflatten(-1, (2, -1))
-        votes = self.log_votes
-        words = votes.as_strided((*votes.shape[:2], 2 * size), votes.stride(), votes.storage_offset())
-        scales = words[..., size:].view(torch.float16).unflatten(-1, (2, size))
-        keys = codes[:, :, 0]
-        transposed = self.keys.stride(3) == 1
-        return CodedPages(
-            keys=keys.unflatten(-1, (self.head_size, size))
-            if transposed
-            else keys.unflatten(-1, (size, self.head_size)).transpose(2, 3),
-            values=codes[:, :, 1].unflatten(-1, (size, self.head_size)),
-            log_votes=words[..., :size],
-            key_scales=scales[:, :, 0],
-            value_scales=scales[:, :, 1],
-        )
+        return CODINGS[coding].of(self)
 
     @cached_property
     def by_head(self) -> "PagedKVCache":
@@ -416,29 +397,6 @@ class PagedKVCache:
 
 
 @dataclass(frozen=True)
-class CodedPages:
-    """Pages of fronts whose keys and values are codes, whole numbers from -127 to 127, times a scale of each entry.
-
-    They have ``CODED_ENTRIES`` times the slots (``n``) of the cache whose memory they are, in 16 bits all of it.
-    There is no room for scores and positions, so such fronts are written once, and only attended to.
-    """
-
-    keys: Tensor  # [B, H, d, n] int8, either of the last two dimensions contiguous, as in the cache
-    values: Tensor  # [B, H, n, d] int8
-    log_votes: Tensor  # [B, H, n] float32
-    key_scales: Tensor  # [B, H, n] float16
-    value_scales: Tensor  # [B, H, n] float16
-
-
-def coded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales, ``[..., d]`` int8 and ``[...]`` float16, of ``rows`` (``[..., d]`` float32, finite)."""
-    limits = torch.finfo(torch.float16)
-    scales = (rows.abs().amax(-1) / LARGEST_CODE).clamp(limits.smallest_normal, limits.max).half()
-    codes = (rows / scales.unsqueeze(-1)).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
-    return codes.to(torch.int8), scales
-
-
-@dataclass(frozen=True)
 class HeadPages:
     """Fronts whose KV heads hold different numbers of entries, in pages of their own.
 
@@ -448,8 +406,8 @@ class HeadPages:
 
     layers: the caches of all layers, by whose number ids count. ids: ``[rows, H, pages]`` int64; behind a head's last
     page: any. A row of a batch of attention whose ids are negative has an ordinary front, in its blocks. fronts:
-    ``[rows, H]`` int64, entries of each head. coded: ``[rows]`` bool, whether a row's pages are coded ones; None: none
-    are. All on the CPU.
+    ``[rows, H]`` int64, entries of each head. coded: ``[rows]`` uint8, how a row's pages are coded (``number_of``);
+    None: none are. All on the CPU.
     """
 
     layers: Sequence[PagedKVCache]
@@ -478,12 +436,13 @@ class HeadPages:
             self.layers, self.ids[rows], self.fronts[rows], None if self.coded is None else self.coded[rows]
         )
 
-    def is_coded(self, row: int) -> bool:
-        return self.coded is not None and bool(self.coded[row])
+    def coding(self, row: int) -> Coding | None:
+        """How a row's pages are coded; None: they are not."""
+        return None if self.coded is None else coding_of(int(self.coded[row]))
 
     def page_size(self, row: int) -> int:
         """Slots of a row's pages."""
-        return self.layers[0].block_size * (CODED_ENTRIES if self.is_coded(row) else 1)
+        return self.layers[0].block_size * slots_of(self.coding(row))
 
     def of_heads(self, mask: Tensor) -> "HeadPages":
         """The same with no entries in heads outside ``mask`` (``[rows, H]`` bool), so that nothing is written there."""
@@ -498,10 +457,11 @@ class HeadPages:
         return HeadPages(layers, ids.flatten(0, 1).unsqueeze(1), self.fronts.flatten().unsqueeze(1))
 
     def table(self) -> Tensor:
-        """``[1 + rows * H * (1 + pages)]`` int32 on the CPU: the number of pages that each head's list has room for,
-        then, for each row and head, its number of entries and its list."""
+        """``[1 + rows * H * (1 + pages) + 1]`` int32 on the CPU: the number of pages that each head's list has room
+        for; for each row and head, its number of entries and its list; and how the pages of all rows are coded
+        (``number_of``)."""
         lists = torch.cat([self.fronts.unsqueeze(2), self.ids], 2).flatten()
-        return torch.cat([torch.tensor([self.ids.shape[2]]), lists]).int()
+        return torch.cat([torch.tensor([self.ids.shape[2]]), lists, torch.tensor([number_of(self.coding(0))])]).int()
 
     def table_on(self, device: torch.device) -> Tensor:
         """``table`` on a device, where it is sent once."""
@@ -592,12 +552,13 @@ class PageTables:
 
     layers: the caches of all layers, by whose number ids count. layer: number of the one that attends. addresses:
     ``[rows]`` int64 on the device, of each request's ``HeadPages.table``, with a row for each layer, on the device;
-    0: an ordinary front, in the row's blocks.
+    0: an ordinary front, in the row's blocks. coded: whether there may be coded pages among them, which are in 8 bits.
     """
 
     layers: Sequence[PagedKVCache]
     layer: int
     addresses: Tensor
+    coded: bool = False
 
 
 Destination = Tensor | HeadPages

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, WithJsonSchema
 
+from vllm_kvmerge.ops.coded import Coding
 from vllm_kvmerge.policies.base import MAX_QUERIES, MAX_TOKENS
 from vllm_kvmerge.policies.protection import TokenRanges, disjoint
 
@@ -124,10 +125,10 @@ class CommonFields(BaseModel):
         description="bounded: compress again whenever the cache exceeds the budget by the interval. grow: compress "
         "once, at the end of the prompt (or context).",
     )
-    front: Literal["int8"] | None = Field(
+    front: Coding | None = Field(
         None,
-        description="int8: what is kept of the prompt (or context) is stored in 8 bits with a scale for each key and "
-        "value; needs decode grow. Default: in the cache's dtype.",
+        description="What is kept of the prompt (or context) is stored in fewer bits; needs decode grow. int8: with a "
+        "scale for each key and value. int4: with a scale and an offset for 32 numbers. Default: in the cache's dtype.",
     )
     positions: Positions = Field(
         "text",

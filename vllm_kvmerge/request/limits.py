@@ -1,9 +1,10 @@
 """Limits of requests: what the server and the model allow, and memory outside the pool."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from vllm_kvmerge.ops.types import CODED_ENTRIES, METADATA_BYTES
+from vllm_kvmerge.ops.coded import Coding, slots_of
+from vllm_kvmerge.ops.types import METADATA_BYTES
 from vllm_kvmerge.policies import PARTS, PRESETS
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import HeadShape
@@ -38,7 +39,7 @@ class ModelShape:
     entry is one vector, key and value at once (MLA), and ``head_size`` its length. has_windows, has_states: it has
     other layers, which are not compressed: they see the newest tokens alone, or have states (Mamba, linear attention).
     has_surrogate: a model predicts scores of hidden states. num_positions: that RoPE has a turn for; None: not known.
-    front_obstacle: why fronts cannot be in 8 bits; None: they can.
+    front_obstacles: why fronts cannot be coded so, by the coding; None: all can.
     rotation_obstacle, window_rotation_obstacle: why keys, and those of layers with a window, cannot be turned back to
     what they were before RoPE; hidden_states_obstacle: what the server does so that hidden states cannot be seen;
     None: they can.
@@ -61,7 +62,7 @@ class ModelShape:
     has_latents: bool = False
     window_rotation_obstacle: str | None = None
     has_states: bool = False
-    front_obstacle: str | None = None
+    front_obstacles: Mapping[Coding, str] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -195,7 +196,7 @@ class Limits:
         capacity = spec.resolve_capacity(context)
         if self.head_pages and capacity is not None:
             capacity = spec.resolve_budget(context)
-        return capacity if spec.front is None or capacity is None else -(-capacity // CODED_ENTRIES)
+        return None if capacity is None else -(-capacity // slots_of(spec.front))
 
     def most_generated(self, spec: CompressionSpec | None, num_prompt_tokens: int) -> int:
         """New tokens that the pool has room for if the request runs alone, up to those that the model can read."""
@@ -259,6 +260,7 @@ class Limits:
         windows = f"{layers} sliding-window or chunked-local layers where there is no prefix cache"
         states = f"{layers} Mamba or linear-attention layers"
         softmax = "computes attention differently from the model, which"
+        in_front = spec.front and self.front_obstacle(spec.front)
         unseen = f"hidden states cannot be seen, because the server {shape.hidden_states_obstacle}"
         # fmt: off
         for is_there, field, what, allowed in (
@@ -274,8 +276,7 @@ class Limits:
              "normalized", f"{name!r} then weighs values, {latent}", "false"),
             (shape.has_latents and spec.refresh is not None,
              "refresh", f"a refresh copies keys and values, {latent}", "null"),
-            (spec.front and (shape.front_obstacle or not self.head_pages),
-             "front", f"{spec.front!r} is not for {shape.front_obstacle or 'servers without head_pages'}", "null"),
+            (in_front, "front", f"{spec.front!r} is not for {in_front}", "null"),
             (shape.has_states and in_cache, "positions", f"'cache' {states}", "'text'"),
             (shape.has_states and spec.awaits_pressure, "trigger", f"'pressure' {states}", "'budget'"),
             (shape.has_states and tracker.repeats_context, "tracker", f"{name!r} {states}", "another tracker"),
@@ -353,6 +354,11 @@ class Limits:
             what += f" would take {_mebibytes(num_bytes)}, more than {_mebibytes(self.max_bytes)}"
             allowed = f"{smaller}, or more by the server's option --max-compaction-bytes"
             raise refusal("", "too_expensive", what, allowed)
+
+    def front_obstacle(self, coding: Coding) -> str | None:
+        """Why fronts cannot be coded so; None: they can."""
+        found = (self.shape.front_obstacles or {}).get(coding)
+        return found or (None if self.head_pages else "servers without head_pages")
 
     @property
     def num_heads(self) -> int:

@@ -14,10 +14,11 @@ from vllm_kvmerge.engine.attention.cuda import CUDAAttentionBuilder, CUDAAttenti
 from vllm_kvmerge.engine.attention.rows import BatchRow
 from vllm_kvmerge.engine.blocks import MergeableAttentionSpec
 from vllm_kvmerge.ops import NO_UPDATE, AttentionBatch, HeadPages, PagedKVCache, ScoreUpdate, SequenceLayers, reference
+from vllm_kvmerge.ops.coded import number_of
 
 HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE = 2, 2, 32, 16
 SCALE = HEAD_SIZE**-0.5
-MAX_ROWS, MAX_TOKENS, MAX_BLOCKS = 6, 256, 32
+MAX_ROWS, MAX_TOKENS, MAX_BLOCKS = 7, 256, 32
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Scene:
         numbers = {"dtype": torch.int32, "device": self.device}
         self.starts, self.seq_lens = torch.zeros(MAX_ROWS + 1, **numbers), torch.zeros(MAX_ROWS, **numbers)
         self.block_table = torch.zeros(MAX_ROWS, MAX_BLOCKS, **numbers)
+        self.codes: list[tuple[Sequence, HeadPages, tuple[Tensor, ...]]] = []
         shape = MAX_TOKENS, HEADS * GROUPS, HEAD_SIZE
         self.query = torch.zeros(shape, dtype=self.maker.query_dtype, device=self.device)
         self.output = torch.zeros_like(self.query)
@@ -80,7 +82,11 @@ class Scene:
         self.ours.keys.copy_(self.theirs.keys)
         if self.ours.is_quantised:
             self.cache = self.cache.view(torch.uint8)  # as vLLM has it
-        self.builder.use_pages((self.ours,))
+        for cache in (self.theirs, self.ours):
+            for sequence, pages, entries in self.codes:
+                located = SequenceLayers.of(cache, sequence.blocks, 0, 0, 0)
+                reference.write_codes(located, pages, *entries)
+        self.builder.use_pages((self.ours,), may_be_coded=not self.ours.is_quantised)
 
     def plain(self, seq_len: int, num_tokens: int = 1, **row) -> Request:
         return Request(self.maker.sequence(0, 0, seq_len), num_tokens, BatchRow(**row))
@@ -104,6 +110,16 @@ class Scene:
         fronts = (counts * BLOCK_SIZE - torch.randint(0, BLOCK_SIZE, (HEADS,), generator=generator))[None]
         pages = HeadPages((self.theirs,), ids, fronts)
         return Request(sequence, num_tokens, BatchRow(front, tail, update, pages=pages, table=pages.table()))
+
+    def coded(self, front: int, tail: int, seq_len: int, num_tokens: int = 1) -> Request:
+        """A request with a coded front, of which the first head holds all entries and the others fewer."""
+        sequence = self.maker.sequence(front, tail, seq_len)
+        ids = HeadPages.even(1, 0, HEADS, sequence.blocks[: -(-front // (2 * BLOCK_SIZE))])[None]
+        fronts = torch.tensor([[front, *[front // 2] * (HEADS - 1)]])
+        pages = HeadPages((self.theirs,), ids, fronts, torch.tensor([number_of("int8")]))
+        entries = *(self.maker.randn(HEADS, front, HEAD_SIZE) for _ in range(2)), self.maker.randn(HEADS, front)
+        self.codes.append((sequence, pages, entries))
+        return Request(sequence, num_tokens, BatchRow(front, tail, pages=pages, table=pages.table()))
 
     def common(self, requests: list[Request], num_rows: int | None = None) -> CommonAttentionMetadata:
         """Fills the buffers as a runner does; ``num_rows``: with rows that pad the batch to so many."""
@@ -179,7 +195,10 @@ class Scene:
         found = []
         for request in requests:
             s, own = request.sequence, request.row.pages
-            front = s.front if own is None else int(own.fronts.max())
+            if own is not None and own.coding(0):  # it has none
+                own, front = None, 0
+            else:
+                front = s.front if own is None else int(own.fronts.max())
             located = SequenceLayers.of(pages, s.blocks, front, s.tail, s.seq_len)
             if own is not None:
                 located = replace(located, pages=HeadPages((pages,), own.ids, own.fronts))

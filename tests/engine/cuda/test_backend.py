@@ -45,6 +45,7 @@ def batches(scene: Scene) -> dict[str, list[Request]]:
         scene.plain(70, 1),
         scene.compressed(20, 50, 77, 1, ScoreUpdate(ScoreMode.LOG_EMA, 0.8), ring=ring(2)),
         scene.paged(64, 80, 95, 1, SUM),
+        scene.coded(70, 80, 99),
     ]
     mixed = [
         *decoding,
@@ -130,8 +131,15 @@ def test_decoding_is_one_part_at_one_address():
     captured = scene.builder.build_for_cudagraph_capture(scene.common(requests))
     assert (scene.seq_lens == 1).all(), "warm-ups must not read max_model_len slots"
     kept = ring(4, torch.device("cpu"))
-    paged = scene.paged(64, 80, 95, 1, SUM).row
-    for some in ([paged], [BatchRow()], [BatchRow(9, 20, SUM, ring=kept)], [BatchRow(ring=kept)], [BatchRow()] * 3):
+    paged, coded = scene.paged(64, 80, 95, 1, SUM).row, scene.coded(40, 80, 95).row
+    for some in (
+        [paged],
+        [coded],
+        [BatchRow()],
+        [BatchRow(9, 20, SUM, ring=kept)],
+        [BatchRow(ring=kept)],
+        [BatchRow()] * 3,
+    ):
         step = [Request(requests[i].sequence, 1, row) for i, row in enumerate(some)]
         metadata = scene.builder.build(0, scene.common(step, num_rows=MAX_ROWS))
         (part,), (first,) = metadata.parts, captured.parts
@@ -139,6 +147,7 @@ def test_decoding_is_one_part_at_one_address():
         assert [tensor.data_ptr() for tensor in part.tensors] == [tensor.data_ptr() for tensor in first.tensors]
         table = some[0].table
         assert part.tables.addresses.data_ptr() == captured.parts[0].tables.addresses.data_ptr()
+        assert part.tables.coded and first.tables.coded
         assert part.tables.addresses.tolist() == [0 if table is None else table.data_ptr(), *[0] * (MAX_ROWS - 1)]
         assert part.query_lens.tolist() == [1] * len(some) + [0] * (MAX_ROWS - len(some))
         address = 0 if some[0].ring is None else kept.address(29)

@@ -1,6 +1,7 @@
 """The CUDA backend's numbers, with Triton's operators in the interpreter. Run by ``tests/ops/test_triton.py``."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +58,25 @@ def test_a_batch_of_everything(dtype, interleaved):
     assert torch.equal(short.queries(90)[0], query[-4:])
     assert torch.equal(long.queries(210)[0, -1], scene.query[1 + 9 + 3 + 40])
     assert torch.equal(whole.queries(30)[0], scene.query[1 + 9 + 3 + 40 + 1 :][24:30])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_coded_fronts_beside_others(dtype):
+    """Each part is told whether it has some."""
+    scene = Scene(6, dtype)
+    requests = [
+        scene.coded(70, 96, 120),
+        scene.paged(64, 96, 120, 20, SUM),
+        scene.plain(33, 1),
+        scene.coded(100, 130, 171, 3),
+        scene.compressed(20, 50, 77, num_tokens=40, update=EMA),
+        scene.coded(33, 48, 49),
+    ]
+    metadata = scene.check(requests)
+    assert [part.max_query_len for part in metadata.parts] == [1, 9, 20, 40]
+    assert [part.tables and part.tables.coded for part in metadata.parts] == [True, True, False, None]
+    alone = scene.builder.build(0, scene.common([replace(requests[2], num_tokens=1)]))
+    assert alone.parts[0].tables.coded, "a captured graph may stand for it"
 
 
 class Graph(TorchDispatchMode):
@@ -152,9 +172,11 @@ def test_a_captured_graph_holds_for_every_batch(monkeypatch):
             scene.compressed(20, 50, 77, update=EMA),
             scene.compressed(33, 33, 40, ring=second),
             scene.paged(64, 80, 95, 1, SUM),
+            scene.coded(50, 90, 133),
         ],
         [scene.plain(5, 1) for _ in range(2)],
         [scene.compressed(90, 300, 411, update=SUM, ring=second), scene.paged(96, 128, 133, 1, NO_UPDATE)],
+        [scene.plain(70, 1), scene.coded(130, 150, 170), scene.coded(5, 30, 31)],
         [scene.compressed(16, 20, 20 + n, update=EMA) for n in range(1, MAX_ROWS + 1)],
     ]
     scene.finish_cache()

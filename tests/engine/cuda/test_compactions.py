@@ -111,6 +111,24 @@ def test_a_refresh_copies_layers_to_the_gpu(policy, reference_operators):
     assert all(not isinstance(layer.keys, OnGPU) for layer in complete.layers)
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "keepkv"])
+def test_coded_fronts_are_written_as_on_the_cpu(policy, reference_operators):
+    found = []
+    for is_on_gpu in (True, False):
+        with SimulatedGPU(may_wait=True, must_pin=True):
+            worker = Worker(policy, LENGTHS, front="int8", decode="grow")
+            on_gpu(worker, blocks_on_gpu=True)
+            if not is_on_gpu:
+                worker = Worker(policy, LENGTHS, front="int8", decode="grow")
+                layers = [PagedKVCache.of(cache, HEAD_SIZE, row_major_keys=True) for cache in worker.caches]
+                worker.compactor = replace(worker.compactor, layers=layers)
+            done = worker.compactor.execute([replace(one, coding="int8") for one in worker.first])
+        assert not done.failures and all(pages.coding(0) for pages in done.pages.values())
+        found.append((worker.bytes, [one.table() for one in done.pages.values()]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(map(torch.equal, found[0][1], found[1][1])) and all(table[-1] == 1 for table in found[0][1])
+
+
 @pytest.mark.parametrize("policy", ["adakv", "d2o"])
 def test_heads_get_pages_of_their_own(policy, reference_operators):
     """Their shares are waited for; what is written is what is written on the CPU, at first and from pages."""

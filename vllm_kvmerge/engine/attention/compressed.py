@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvmerge.engine.attention.rows import BatchRow, HeldQueries, QueryReader
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, PagedKVCache, ScoreMode, Softmax, paged_attention
+from vllm_kvmerge.ops.coded import number_of
 
 
 def compressed_batch(
@@ -42,7 +43,7 @@ def head_pages(rows: Sequence[BatchRow]) -> list[HeadPages] | None:
         if one is not None:
             ids[row, :, :, : one.ids.shape[2]] = one.ids
             fronts[row] = one.fronts
-    coded = torch.tensor([one is not None and one.coded is not None for one in pages])
+    coded = torch.tensor([0 if one is None else number_of(one.coding(0)) for one in pages], dtype=torch.uint8)
     by_layer = zip(ids.transpose(0, 1).contiguous(), fronts.transpose(0, 1).contiguous(), strict=True)
     return [HeadPages(first.layers, *one, coded if coded.any() else None) for one in by_layer]
 

@@ -53,12 +53,13 @@ def shortest_chunk(groups: int) -> int:
 class GraphBatchBuffers:
     """Numbers of a batch's rows, ``[max_rows]`` each, at the fixed addresses that captured graphs need.
 
-    layers: the caches of all layers, where heads may have pages of their own; None: they have none. kept: where the
-    queries of rows with one token are kept (``keep_queries``). no_updates: score modes of rows whose scores are not
-    updated.
+    layers: the caches of all layers, where heads may have pages of their own; None: they have none. may_be_coded:
+    these may be coded. kept: where the queries of rows with one token are kept (``keep_queries``). no_updates: score
+    modes of rows whose scores are not updated.
     """
 
     layers: Sequence[PagedKVCache] | None = None
+    may_be_coded = False
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         # One tensor, for one copy: four numbers of 32 bits, and the addresses of the row's table and of its query.
@@ -77,7 +78,7 @@ class GraphBatchBuffers:
         sequences = common.block_table_tensor[:n], starts[:n], lens, common.seq_lens[:n]
         numbers = fronts, tails, modes, decays.view(torch.float32)
         # Each layer puts its own number there.
-        tables = None if self.layers is None else PageTables(self.layers, 0, self._tables[:n])
+        tables = None if self.layers is None else PageTables(self.layers, 0, self._tables[:n], self.may_be_coded)
         return AttentionBatch(*sequences, *numbers, common.max_query_len, tables=tables)
 
     def _write(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> None:
@@ -164,9 +165,9 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
         which = "vLLM's FlashAttention" if reason is None else f"ours: {reason}"
         logger.info_once("Attention of plain rows outside full graphs: %s", which)
 
-    def use_pages(self, layers: Sequence[PagedKVCache]) -> None:
-        """Lets heads have pages of their own in the caches of all ``layers``."""
-        self._buffers.layers = layers
+    def use_pages(self, layers: Sequence[PagedKVCache], may_be_coded: bool) -> None:
+        """Lets heads have pages of their own in the caches of all ``layers``, and coded ones."""
+        self._buffers.layers, self._buffers.may_be_coded = layers, may_be_coded
         # What graphs read must last as long as they do.
         self._addresses = addresses_on(self.device, tuple(layer.addresses for layer in layers))
 
@@ -212,12 +213,13 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
     ) -> list[AttentionBatch]:
         """Of the rows that are ours: the whole batch if each row has one query; else rows of similar length together,
         since a part is cut into programs as if all its rows were as long as the longest. Parts in which no row has
-        pages do without tables, but for the whole batch, which a captured graph may stand for."""
+        pages, or coded ones, do without what these cost, but for the whole batch, which a captured graph may stand
+        for."""
         if not is_ours.any():
             return []
         if common.max_query_len <= 1:
             return [replace(batch, max_query_len=1)]
-        paged = {index for index, row in enumerate(rows) if row.table is not None}
+        paged = {index: row.pages for index, row in enumerate(rows) if row.table is not None}
         lens = np.diff(common.query_start_loc_cpu[: len(batch) + 1].numpy())
         magnitudes = np.ceil(np.log2(np.maximum(lens, 1))).astype(int)
         parts = []
@@ -226,7 +228,11 @@ class CUDAAttentionBuilder(AttentionMetadataBuilder[CUDAAttentionMetadata]):
             chosen = np.flatnonzero((magnitudes == magnitude) & is_ours)
             longest = int(lens[chosen].max())
             part = _select(batch, chosen, longest if longest == 1 else max(longest, self._shortest_chunk))
-            parts.append(part if paged.intersection(chosen.tolist()) else replace(part, tables=None))
+            pages = [paged[index] for index in chosen.tolist() if index in paged]
+            tables = part.tables if pages else None
+            if tables is not None:
+                tables = replace(tables, coded=any(one.coding(0) for one in pages if one is not None))
+            parts.append(replace(part, tables=tables))
         return parts
 
     def _kept(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> KeptQueries:

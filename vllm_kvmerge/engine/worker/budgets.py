@@ -56,7 +56,7 @@ class BudgetedLayers(WrittenLayers):
             batch.shares.extend(self._shares(batch))
         if batch.compactions[0].may_shrink:
             batch.fronts.extend(self._fronts(batch))
-        if batch.compactions[0].has_pages or batch.is_coded:
+        if batch.compactions[0].has_pages or batch.coding:
             batch.assignments.extend(self._assignments(batch))
 
     def _looks(self, batch: Batch, look: Callable[[Batch, list[SequenceLayer]], None]) -> Iterator[Unit]:
@@ -205,7 +205,7 @@ class BudgetedLayers(WrittenLayers):
         if batch.fronts:
             blocks = [some[: front.num_blocks] for some, front in zip(blocks, batch.fronts, strict=True)]
         return [
-            PageAssignment.of(self.layers, shares, one.plan.new_front, some, one.pages, within_layers, batch.is_coded)
+            PageAssignment.of(self.layers, shares, one.plan.new_front, some, one.pages, within_layers, batch.coding)
             for one, shares, some in zip(batch.compactions, batch.shares or alike, blocks, strict=True)
         ]
 

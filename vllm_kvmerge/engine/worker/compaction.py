@@ -18,6 +18,7 @@ from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.engine.worker.timing import Timing, moment
 from vllm_kvmerge.engine.worker.units import Work
 from vllm_kvmerge.ops import HeadPages, ScoreUpdate
+from vllm_kvmerge.ops.coded import Coding
 from vllm_kvmerge.policies import CompressionPolicy
 from vllm_kvmerge.policies.errors import PartError
 
@@ -44,8 +45,8 @@ class Compaction:
     its last compaction, if that is known. moves_keys: RoPE counts entries of the cache, so that keys are turned as
     these move up. has_pages: heads get pages of their own in the plan's blocks, and places that a head has no room for
     are empty. settles_shares: budgets of heads that follow data are computed and used by this compaction, which waits
-    for a GPU; otherwise it uses what the last one has computed, and computes them for the next. is_coded: the new front
-    is one of ``CodedPages``."""
+    for a GPU; otherwise it uses what the last one has computed, and computes them for the next. coding: of the new
+    front; None: it is in the dtype of the cache."""
 
     plan: Compress
     policy: CompressionPolicy
@@ -61,7 +62,7 @@ class Compaction:
     tail: int = 0
     has_pages: bool = False
     settles_shares: bool = True
-    is_coded: bool = False
+    coding: Coding | None = None
 
     @property
     def may_shrink(self) -> bool:
@@ -181,8 +182,8 @@ class Batch:
         return self.compactions[0].moves_keys
 
     @property
-    def is_coded(self) -> bool:
-        return self.compactions[0].is_coded
+    def coding(self) -> Coding | None:
+        return self.compactions[0].coding
 
     @property
     def settles_shares(self) -> bool:

@@ -138,7 +138,7 @@ class Compactor(BudgetedLayers):
         size = self.layers[0].head_size
         shape = HeadShape(num_entries, min(plan.budget, num_entries), size, self.group_size, self.hidden_size)
         numbers = compaction.policy.held(shape)
-        if compaction.complete is not None or compaction.is_coded:
+        if compaction.complete is not None or compaction.coding:
             numbers += 2 * plan.new_front * size
         if compaction.rescoring is not None:
             numbers += num_entries * size

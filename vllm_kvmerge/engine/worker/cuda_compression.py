@@ -85,11 +85,12 @@ class CUDACompression(Compression):
     def prepare_attention(self, attn_groups: list[AttentionGroup], block_table_width: int) -> None:
         """Prepares metadata builders, the workspace and all kernels, after ``use_cache`` and before graphs are
         captured, those that vLLM profiles included."""
+        limits = request_limits(self._config)
         for group in attn_groups:
             builder: Any = group.get_metadata_builder()
             builder.keeps_queries = True
-            if request_limits(self._config).head_pages:
-                builder.use_pages(self.compactor.layers)
+            if limits.head_pages:
+                builder.use_pages(self.compactor.layers, limits.front_obstacle("int8") is None)
         # Exact now, and usually reserved already.
         cache = self.compactor.layers[0]
         self._max_blocks = block_table_width
@@ -120,12 +121,13 @@ class CUDACompression(Compression):
                     layers if is_compressed and limits.head_pages else None,
                     shortest_chunk(impl.num_heads // impl.num_kv_heads),
                     has_scores=is_compressed,
+                    may_be_coded=limits.front_obstacle("int8") is None,
                 )
             )
         warm_up.attention(kinds, self._max_blocks)
         names = [name for name in PRESETS if limits.allowed_policies is None or name in limits.allowed_policies]
         policies = [CompressionSpec.of(json.dumps({"policy": name, "budget": warm_up.BUDGET})).policy for name in names]
-        warm_up.compactions(self.compactor, policies, dtype, limits.head_pages)
+        warm_up.compactions(self.compactor, policies, dtype, limits.head_pages, limits.front_obstacle("int8") is None)
         if self.compactor.rotation is not None and not self.has_states:  # otherwise positions are those of the text
             warm_up.windows(self._windows.values())
         if self._device.type == "cuda":

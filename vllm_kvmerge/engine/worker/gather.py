@@ -12,7 +12,8 @@ from vllm_kvmerge import ops
 from vllm_kvmerge.engine.worker.compaction import Batch, Numbers, SequenceLayer, numbers_of
 from vllm_kvmerge.engine.worker.paged_entries import PagedEntries
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, HeadPages, PagedKVCache, SequenceLayers, Softmax
-from vllm_kvmerge.ops.types import CODED_ENTRIES, sent
+from vllm_kvmerge.ops.coded import slots_of
+from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies import CompressionContext, Heads, Queries
 from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.policies.rotation import Rotation
@@ -55,7 +56,7 @@ class CachedLayers:
 
     def page_size(self, batch: Batch) -> int:
         """Entries of a page of the new fronts."""
-        return self.block_size * (CODED_ENTRIES if batch.is_coded else 1)
+        return self.block_size * slots_of(batch.coding)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -188,8 +189,8 @@ class CachedLayers:
         layers = [one.layer for one in seq_layers]
         ids = torch.stack([pages.ids[layer] for pages, layer in zip(requests, layers, strict=True)])
         fronts = torch.stack([pages.fronts[layer] for pages, layer in zip(requests, layers, strict=True)])
-        coded = None if requests[0].coded is None else torch.ones(len(layers), dtype=torch.bool)
-        return HeadPages(self.layers, ids, fronts, coded)
+        coded = requests[0].coded  # as those of the others, in all layers
+        return HeadPages(self.layers, ids, fronts, None if coded is None else coded[:1].repeat(len(layers)))
 
     def numbers(self, seq_layers: list[SequenceLayer]) -> Numbers:
         return numbers_of(tuple(seq_layers), self.num_kv_heads)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
-from vllm_kvmerge.ops.types import CODED_ENTRIES
+from vllm_kvmerge.ops.coded import Coding, number_of, slots_of
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class PageAssignment:
         blocks: Sequence[int],
         before: HeadPages | None,
         within_layers: bool,
-        is_coded: bool = False,
+        coding: Coding | None = None,
     ) -> "PageAssignment":
         """Assigns the pages of ``blocks`` (ids) to heads.
 
         shares: entries of each head, layer by layer, which fit. num_places: the most that any head can hold. before:
         the pages that heads have now; None: an ordinary front, or none. within_layers: a layer's heads only take pages
-        from each other. is_coded: the pages are coded ones.
+        from each other. coding: of the pages.
         """
-        num_heads, coded = layers[0].num_kv_heads, torch.ones(len(layers), dtype=torch.bool) if is_coded else None
-        size = layers[0].block_size * (CODED_ENTRIES if is_coded else 1)
+        num_heads, size = layers[0].num_kv_heads, layers[0].block_size * slots_of(coding)
+        coded = None if coding is None else torch.full((len(layers),), number_of(coding), dtype=torch.uint8)
         num_lanes = len(layers) * num_heads
         fronts = np.asarray(shares)
         counts, width = -(-fronts // size), -(-num_places // size)

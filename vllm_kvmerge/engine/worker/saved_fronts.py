@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm_kvmerge.ops import HeadPages, PagedKVCache
-from vllm_kvmerge.ops.types import CODED_ENTRIES, sent
+from vllm_kvmerge.ops.types import sent
 
 SAMPLE = 256
 """Numbers of each parameter by which models are told apart."""
@@ -145,12 +146,13 @@ def restore_front(
         if content.dtype != cache.content.dtype:
             raise SavedFrontError(f"it is in {content.dtype}, this cache in {cache.content.dtype}")
     num_lanes = len(layers) * layers[0].num_kv_heads
+    pages = None
     if "pages.ids" in tensors:
         ids, counts = tensors["pages.ids"], tensors.get("pages.fronts")
-        size = layers[0].block_size * (CODED_ENTRIES if "pages.coded" in tensors else 1)
-        heads, room = (len(layers), layers[0].num_kv_heads), ids.shape[-1] * size
+        heads = len(layers), layers[0].num_kv_heads
         is_ours = ids.shape[:2] == heads and counts is not None and counts.shape == heads
-        if not is_ours or not 0 <= counts.min() <= counts.max() <= room:  # type: ignore[union-attr]
+        pages = HeadPages(layers, ids, counts, tensors.get("pages.coded"))  # type: ignore[arg-type]
+        if not is_ours or not 0 <= counts.min() <= counts.max() <= ids.shape[-1] * pages.page_size(0):  # type: ignore[union-attr]
             raise SavedFrontError("its heads' pages are not those of this model")
         if not 0 <= ids.min() <= ids.max() < len(blocks) * num_lanes:
             raise SavedFrontError("its heads' pages are not in its blocks")
@@ -165,11 +167,10 @@ def restore_front(
         planes_of = tensors[f"metadata.{number}"].to(index.device)
         for plane, saved in zip(cache.metadata, planes_of, strict=True):
             plane.index_copy_(0, index, saved.view(plane.dtype))
-    pages = None
-    if "pages.ids" in tensors:
+    if pages is not None:
         places, lanes = tensors["pages.ids"] // num_lanes, tensors["pages.ids"] % num_lanes
         ids = torch.tensor(blocks)[places] * num_lanes + lanes
-        pages = HeadPages(layers, ids, tensors["pages.fronts"], tensors.get("pages.coded"))
+        pages = replace(pages, ids=ids)
     return pages, others
 
 

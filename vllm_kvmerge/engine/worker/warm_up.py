@@ -26,6 +26,7 @@ from vllm_kvmerge.ops import (
     Softmax,
 )
 from vllm_kvmerge.ops.attention import Fusion
+from vllm_kvmerge.ops.coded import number_of
 from vllm_kvmerge.ops.types import PageTables, cell_bytes
 from vllm_kvmerge.ops.zipping import ZipPlanes
 from vllm_kvmerge.policies import CompressionPolicy
@@ -48,6 +49,7 @@ class AttentionKind:
 
     cache: of one of them. dtype: of queries. table_layers: the caches of all compressed layers if heads may have pages
     of their own in them. chunk: queries of a batch of chunks, at least. has_scores: queries of prompts are scored.
+    may_be_coded: heads' pages may be coded ones.
     """
 
     cache: PagedKVCache
@@ -60,13 +62,15 @@ class AttentionKind:
     table_layers: Sequence[PagedKVCache] | None
     chunk: int
     has_scores: bool
+    may_be_coded: bool
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for kinds with the same kernels."""
         cache, softmax = self.cache, self.softmax
         traits = self.num_heads, cache.values.shape[1:], cache.strides, cache.keys.dtype, softmax.cap, self.window
-        return *traits, softmax.sinks is None, self.chunked, self.table_layers is None, self.has_scores
+        has = softmax.sinks is None, self.table_layers is None, self.has_scores, self.may_be_coded
+        return *traits, self.chunked, *has
 
 
 def attention(kinds: Iterable[AttentionKind], max_blocks: int) -> None:
@@ -102,8 +106,9 @@ def _attend(kind: AttentionKind, query: Tensor, blocks: Tensor) -> None:
     ops.paged_attention(query, kind.cache, batch, *given)
     if kind.table_layers is not None:
         no_pages = torch.zeros(1, dtype=torch.int64, device=query.device)
-        batch = replace(batch, tables=PageTables(kind.table_layers, 0, no_pages))
-        ops.paged_attention(query, kind.cache, batch, *given)
+        for coded in (False, True) if kind.may_be_coded else (False,):
+            batch = replace(batch, tables=PageTables(kind.table_layers, 0, no_pages, coded))
+            ops.paged_attention(query, kind.cache, batch, *given)
 
 
 def _score(kind: AttentionKind, query: Tensor, blocks: Tensor) -> None:
@@ -129,11 +134,15 @@ def scratch_like(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
 
 
 def compactions(
-    compactor: Compactor, policies: Iterable[CompressionPolicy], dtype: torch.dtype, head_pages: bool
+    compactor: Compactor,
+    policies: Iterable[CompressionPolicy],
+    dtype: torch.dtype,
+    head_pages: bool,
+    may_be_coded: bool,
 ) -> None:
     """Compresses a small cache of its own by each policy: at a prompt's end, and after an interval.
 
-    dtype: of queries. head_pages: heads may have pages of their own.
+    dtype: of queries. head_pages: heads may have pages of their own. may_be_coded: and coded ones.
     """
     size, heads, device = compactor.block_size, compactor.num_kv_heads, compactor.device
     group_size = compactor.group_size
@@ -168,6 +177,12 @@ def compactions(
             ]
             _run(compactor, paged)
     _read_entries(compactor, blocks, head_pages)
+    if may_be_coded:
+        cache = layers[0]
+        ids = HeadPages.even(1, 0, heads, blocks.cpu())[None]
+        pages = HeadPages((cache,), ids, torch.ones(1, heads, dtype=torch.int64), torch.tensor([number_of("int8")]))
+        rows = torch.zeros(heads, 1, cache.head_size, device=device)
+        ops.write_codes(SequenceLayers.of(cache, blocks.long(), 0, 0, 0), pages, rows, rows, rows[..., 0])
 
 
 def windows(groups: Iterable[tuple[Sequence[PagedKVCache], Rotation | None]]) -> None:

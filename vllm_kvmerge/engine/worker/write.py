@@ -36,7 +36,7 @@ class WrittenLayers(CachedLayers):
         written: Iterable[tuple[Destination, Tensor | None]] = [(blocks, None)]
         if batch.assignments:
             written = self._destinations(seq_layers, batch, rounds)
-        entries = _new_rows(source, update.kept, rows) if batch.is_coded else None
+        entries = _new_rows(source, update.kept, rows) if batch.coding else None
         for destination, heads in written:
             count(batch.counts, index, by_head, heads)
             if entries is not None:

@@ -33,6 +33,8 @@ def _call_obstacle(
         return "queries are not of the cache's dtype"
     if not _is_aligned(query) or output.stride(2) != 1:
         return "rows of queries do not begin at multiples of 16 bytes, or the output's do not lie together"
+    if tables is not None and tables.coded:
+        return "fronts may be coded"
     reason = AttentionPlan.obstacle(cache, query.shape[1], num_queries)
     if reason is not None:
         return reason
@@ -64,7 +66,7 @@ def paged_attention(
 ) -> None:
     """See ``reference.paged_attention``, and for the workspace ``triton.paged_attention``.
 
-    Up to 16 rows of queries and query heads of a KV head; longer chunks, and windows, are the fallback's.
+    Up to 16 rows of queries and query heads of a KV head; longer chunks, windows and coded fronts are the fallback's.
     """
     if len(batch) == 0:
         return

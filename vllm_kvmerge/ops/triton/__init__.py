@@ -22,6 +22,7 @@ from vllm_kvmerge.ops.triton.entries import (
     most_similar,
     move_entries,
     turn_keys,
+    write_codes,
     write_metadata,
     write_rows,
 )
@@ -58,6 +59,6 @@ __all__ = [
     "keep_queries", "largest", "line_up", "list_joined", "log_contributions", "merge_entries", "mix_entries", "mix_in",
     "most_similar", "move_entries", "newest", "num_live", "obstacle", "overflowing", "padded_nonzero",
     "paged_attention", "put", "runs_on", "score_prompt_queries", "score_repetition", "solve_outputs", "take",
-    "take_rows", "top", "turn_keys", "write_metadata", "write_rows", "write_tokens", "zip_groups",
+    "take_rows", "top", "turn_keys", "write_codes", "write_metadata", "write_rows", "write_tokens", "zip_groups",
 ]
 # fmt: on

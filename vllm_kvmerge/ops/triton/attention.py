@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_kvmerge.ops.pieces import Lists
 from vllm_kvmerge.ops.triton import attention_kernels
-from vllm_kvmerge.ops.triton.backend import layer_addresses, product_type, rounded
+from vllm_kvmerge.ops.triton.backend import codes_of, layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.descriptors import Cache, Rows, Tokens
 from vllm_kvmerge.ops.triton.plan import AttentionPlan, power_of_two, settings_for, shares
 from vllm_kvmerge.ops.types import PLAIN_SOFTMAX, AttentionBatch, PagedKVCache, ScoreMode, ScoreUpdate, Softmax
@@ -121,8 +121,10 @@ class _Call:
         cache, plan = self.cache, self.plan
         buffers = {name: self.work.take(name, size) for name, size in plan.sizes.items()}
         lse = buffers["lse"]
+        tables = self.batch.tables
+        codes = codes_of(cache) if tables is not None and tables.coded else None
         attention_kernels.attend[(plan.num_pieces * cache.num_kv_heads,)](
-            *self.given, _tokens(output), *self.rows, *self.pieces[:2], self.softmax.sinks,
+            *self.given, codes, _tokens(output), *self.rows, *self.pieces[:2], self.softmax.sinks,
             buffers.get("partial", lse), lse, buffers.get("kept", lse), self.logit_scale, cache.value_scale, plan.tiles,
             plan.kept,
             VALUES=values, KEEP=plan.kept > 0, BLOCK_N=plan.settings.block_n, **self.piece_constants,

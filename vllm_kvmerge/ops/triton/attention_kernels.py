@@ -8,16 +8,32 @@ A tile's entries are cut into pieces, more for longer sequences. ``divide`` list
 
 Rows may have fronts in pages (``PageTables``). LAYERS: number of layers that the pages are of; 0: no row has any, and
 nothing below costs anything. Entries in pages, the first ones of a row, have loops of their own, which are empty for
-other rows.
+other rows. So have those in coded pages: of what a loop reads, ``paged`` is 0 for entries in blocks, 1 in pages, CODED
+in coded ones.
 """
 
 import triton
 import triton.language as tl
 
 from vllm_kvmerge.ops.triton.descriptors import Entry, Lengths, Row, Rows, Tiling
-from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, SCORES, list_of, page_of, place_of, plane_of
+from vllm_kvmerge.ops.triton.places import (
+    AUX,
+    KEYS,
+    LOG_VOTES,
+    PER_SLOT,
+    SCORES,
+    codes_of,
+    is_coded,
+    list_of,
+    page_of,
+    place_of,
+    plane_of,
+    scales_of,
+)
 from vllm_kvmerge.ops.triton.places import VALUES as V_PLANE
 from vllm_kvmerge.ops.types import ScoreMode
+
+CODED = tl.constexpr(2)
 
 SUM = tl.constexpr(ScoreMode.SUM.code)
 MEAN = tl.constexpr(ScoreMode.MEAN.code)
@@ -64,6 +80,14 @@ def row_of(rows, number, head, num_heads, LAYERS: tl.constexpr):
 
 
 @triton.jit
+def coded_entries(rows, row, LAYERS: tl.constexpr):
+    """How many of a row's entries in pages are coded: all or none."""
+    address = tl.load(rows.page_tables + row.number)
+    table = address.to(tl.pointer_type(tl.int32))
+    return tl.where(is_coded(table, LAYERS * row.num_heads, address != 0), row.num_paged, 0)
+
+
+@triton.jit
 def part_of(first, end, row, paged: tl.constexpr, LAYERS: tl.constexpr):
     """The part of ``[first, end)`` that lies in pages (``paged``), or elsewhere."""
     if paged:
@@ -78,8 +102,9 @@ def part_of(first, end, row, paged: tl.constexpr, LAYERS: tl.constexpr):
 def find(entry, live, row, paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, LAYERS: tl.constexpr):
     """``Entry`` of entries in pages (``paged``), or elsewhere."""
     if paged:
-        of_layer, block, of_head = page_of(row.ids, entry // BLOCK_SIZE, live, row.num_heads, LAYERS)
-        return Entry(of_layer, block, of_head, entry % BLOCK_SIZE)
+        SIZE: tl.constexpr = BLOCK_SIZE * PER_SLOT if paged == CODED else BLOCK_SIZE
+        of_layer, block, of_head = page_of(row.ids, entry // SIZE, live, row.num_heads, LAYERS)
+        return Entry(of_layer, block, of_head, entry % SIZE)
     else:
         block, offset = place_of(entry, live, row.front, row.tail, row.table, BLOCK_SIZE)
         return Entry(row.layer, block, row.head, offset)
@@ -110,6 +135,28 @@ def keys_at(
     first = (plane_in(cache.k, rows, at, KEYS, paged) + slot)[None, :]
     mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
     return tl.load(first + (dims * cache.k_dim)[:, None], mask=mask, other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def codes_at(
+    codes, rows, at, live, PLANE: tl.constexpr, HEAD_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Codes of entries in coded pages: of keys ``[BLOCK_D, n]``, of values ``[n, BLOCK_D]``."""
+    dims = tl.arange(0, BLOCK_D)
+    first = codes_of(rows.addresses, at, codes, PLANE)
+    if PLANE == KEYS:
+        mask = (dims < HEAD_SIZE)[:, None] & live[None, :]
+        return tl.load(first[None, :] + (dims * codes.k_dim)[:, None], mask=mask, other=0).to(COMPUTE)
+    else:
+        mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
+        return tl.load(first[:, None] + dims[None, :], mask=mask, other=0).to(COMPUTE)
+
+
+@triton.jit
+def scales_at(cache, rows, at, live, PLANE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """``[n]`` float32, those of entries' coded keys or values."""
+    first = scales_of(rows.addresses, at, cache.m_block, cache.m_head, PLANE, BLOCK_SIZE)
+    return tl.load(first, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -265,7 +312,7 @@ def averaged(level, score, aux, num_queries, counted, decay):
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BY_ROW)
 def attend(
-    query, cache, output,
+    query, cache, codes, output,
     block_table, query_starts, query_lens, seq_lens, fronts, tails, score_modes, score_decays, page_tables, addresses,
     layer, stride_table,
     pieces, parts, sinks, partial, lse, kept, scale, value_scale, tiles_per_row, kept_rows,
@@ -278,8 +325,9 @@ def attend(
     VALUES: attend to values, beyond the log-sum-exp. KEEP: ``kept_rows`` rows of logits are kept for ``finish``;
     then all queries of a sequence are one tile, and ``log_ema`` is done here, since it needs no sum over entries.
     Logits are kept at their slots, of which ``kept`` has those of one layer: those of entries in pages, which may be of
-    any, are not kept. COMPUTE: the type of the products. scale, value_scale: include what keys and values that are
-    quantised are stored over. sinks: ``[H * G]``, which count in the first piece; None:
+    any, are not kept. codes: where those of coded pages lie, whose rows update no scores; None: no row has any.
+    COMPUTE: the type of the products. scale, value_scale: include what keys and values that are quantised are stored
+    over. sinks: ``[H * G]``, which count in the first piece; None:
     there are none. WINDOW, CHUNKED: as in ``first_seen``; with a window, no row has a front.
     """
     rows = Rows(
@@ -327,21 +375,35 @@ def attend(
         top = tl.where(piece == 0, tl.load(sinks + q_head, mask=wanted, other=0.0) * LOG2E, top)
         total += tl.where(piece == 0, 1.0, 0.0)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for paged in tl.static_range(LAYERS > 0, -1, -1):
-        begin, stop = part_of(first, end, row, paged, LAYERS)
+    num_coded = 0
+    if codes is not None:
+        num_coded = coded_entries(rows, row, LAYERS)
+    for paged in tl.static_range(CODED if codes is not None else LAYERS > 0, -1, -1):
+        if paged == CODED:
+            begin, stop = first, tl.minimum(end, num_coded)
+        elif codes is not None:
+            begin, stop = part_of(tl.maximum(first, num_coded), end, row, paged, LAYERS)
+        else:
+            begin, stop = part_of(first, end, row, paged, LAYERS)
         for start in range(begin, stop, BLOCK_N):
             entry = start + tl.arange(0, BLOCK_N)
             live = entry < stop
             at = find(entry, live, row, paged, BLOCK_SIZE, LAYERS)
-            k = keys_at(cache, rows, at, live, paged, HEAD_SIZE, COMPUTE, BLOCK_D)
+            if paged == CODED:
+                k = codes_at(codes, rows, at, live, KEYS, HEAD_SIZE, COMPUTE, BLOCK_D)
+            else:
+                k = keys_at(cache, rows, at, live, paged, HEAD_SIZE, COMPUTE, BLOCK_D)
             votes_at = plane_in(cache.log_votes, rows, at, LOG_VOTES, paged) + number_at(cache, at)
             votes = tl.load(votes_at, mask=live & (entry < row.front), other=0.0)
-            plain = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)
+            plain = tl.dot(q, k, input_precision="ieee") * scale
+            if paged == CODED:
+                plain *= scales_at(cache, rows, at, live, KEYS, BLOCK_SIZE)[None, :]
+            plain = capped(plain, CAP)
             visible = wanted[:, None] & live[None, :] & (entry[None, :] <= (old + number)[:, None])
             if WINDOW > 0:
                 visible &= entry[None, :] >= first_seen(old + number, WINDOW, CHUNKED)[:, None]
             logits = tl.where(visible, plain + (votes * LOG2E)[None, :], float("-inf"))
-            if KEEP:
+            if KEEP and paged != CODED:
                 if not paged:
                     slot = ((at.block * HEADS + head) * kept_rows * BLOCK_SIZE + at.offset)[None, :]
                     is_kept = wanted[:, None] & (entry < kept_end)[None, :]
@@ -364,7 +426,13 @@ def attend(
             shrink = tl.exp2(top - safe)
             total = total * shrink + tl.sum(weights, 1)
             top = new_top
-            if VALUES:
+            if VALUES and paged == CODED:
+                # Of small values, weights times scales would be nothing in float16.
+                PRODUCT: tl.constexpr = tl.bfloat16 if k.dtype == tl.float16 else k.dtype
+                weights *= scales_at(cache, rows, at, live, V_PLANE, BLOCK_SIZE)[None, :]
+                v = codes_at(codes, rows, at, live, V_PLANE, HEAD_SIZE, PRODUCT, BLOCK_D)
+                sums = sums * shrink[:, None] + tl.dot(weights.to(PRODUCT), v, input_precision="ieee")
+            elif VALUES:
                 v_slot = at.block * cache.v_block + at.head * cache.v_head + at.offset * cache.v_slot
                 v_mask = live[:, None] & in_head[None, :]
                 v_plane = plane_in(cache.v, rows, at, V_PLANE, paged)

@@ -9,8 +9,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from vllm_kvmerge.ops.coded import Int8Pages
 from vllm_kvmerge.ops.layout import layout_check, planes_obstacle
 from vllm_kvmerge.ops.triton import attention_kernels
+from vllm_kvmerge.ops.triton.descriptors import Codes
 from vllm_kvmerge.ops.triton.plan import device_name
 from vllm_kvmerge.ops.triton.tuning import is_tuned
 from vllm_kvmerge.ops.types import QUANTISED, PagedKVCache, addresses_on, stored
@@ -59,6 +61,17 @@ def layer_addresses(layers: Sequence[PagedKVCache]) -> Tensor:
     if len({(layer.strides, layer.head_size, layer.keys.dtype) for layer in layers}) > 1:
         raise ValueError("layers differ in layout")
     return addresses_on(layers[0].device, tuple(layer.addresses for layer in layers))
+
+
+def codes_of(cache: PagedKVCache) -> Codes:
+    """Where those of a cache's pages in 8 bits lie, as kernels take it, made once."""
+    found: Codes | None = cache.__dict__.get("_kernel_codes")
+    if found is None:
+        pages = Int8Pages.of(cache)
+        keys, values = pages.keys, pages.values
+        first = values.data_ptr() - keys.data_ptr()
+        found = cache.__dict__["_kernel_codes"] = Codes._make((*keys.stride(), first, *values.stride()[:3]))
+    return found
 
 
 def product_type(*types: torch.dtype) -> Any:

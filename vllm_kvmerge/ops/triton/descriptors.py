@@ -13,6 +13,10 @@ from collections import namedtuple
 Cache = namedtuple("Cache", "k v log_votes scores aux k_block k_head k_dim k_slot v_block v_head v_slot m_block m_head")
 """A cache's planes, and their ``PagedKVCache.strides``. (Triton's tuples have ``values`` of their own.)"""
 
+Codes = namedtuple("Codes", "k_block k_head k_dim k_slot first_v v_block v_head v_slot")
+"""Where codes lie in coded pages (``CodedPages``), in bytes: strides, and how far the first value is behind the first
+key."""
+
 Tokens = namedtuple("Tokens", "first token head")
 """``[tokens, heads, head size]``, without gaps in the last dimension: where it begins, and its strides."""
 

@@ -13,7 +13,7 @@ from vllm_kvmerge.ops.attention import Fusion
 from vllm_kvmerge.ops.similarity import slot_products
 from vllm_kvmerge.ops.triton import entry_kernels, places
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E
-from vllm_kvmerge.ops.triton.backend import ELEMENTS, layer_addresses, product_type, rounded
+from vllm_kvmerge.ops.triton.backend import ELEMENTS, codes_of, layer_addresses, product_type, rounded
 from vllm_kvmerge.ops.triton.descriptors import Changed, Located, Strides
 from vllm_kvmerge.ops.triton.indexing import mix_in as mix_in  # for mix_entries
 from vllm_kvmerge.ops.triton.plan import power_of_two, settings_for
@@ -171,6 +171,23 @@ def write_metadata(
             to, *(plane.contiguous() for plane in (log_votes, scores, aux, positions)), at.num_layers, count,
             to.blocks.stride(0), *at.cache.log_votes.stride()[:2],
             BLOCK_SIZE=at.cache.block_size, BLOCK_N=chosen.block_n, **chosen.launch,
+        )  # fmt: skip
+
+
+def write_codes(
+    seq_layers: SequenceLayers, destination: HeadPages, keys: Tensor, values: Tensor, log_votes: Tensor
+) -> None:
+    if destination.coding(0) != "int8":
+        reference.write_codes(seq_layers, destination, keys, values, log_votes)
+        return
+    at, count = _arguments(seq_layers), log_votes.shape[1]
+    to, chosen = at.destination(destination), settings_for("rows", at.cache)
+    if count:
+        entry_kernels.write_codes[at.grid(count, chosen.block_n)](
+            to, keys.contiguous(), values.contiguous(), log_votes.contiguous(), codes_of(at.cache), at.num_layers,
+            count, to.blocks.stride(0), *at.cache.log_votes.stride()[:2],
+            HEAD_SIZE=at.cache.head_size, BLOCK_SIZE=at.cache.block_size, BLOCK_N=chosen.block_n,
+            BLOCK_D=power_of_two(at.cache.head_size), **chosen.launch,
         )  # fmt: skip
 
 

@@ -7,9 +7,27 @@ all of them lie. ``stride_blocks``: that of its blocks.
 import triton
 import triton.language as tl
 
+from vllm_kvmerge.ops.coded import LARGEST_CODE
 from vllm_kvmerge.ops.triton.attention_kernels import LOG2E, capped
 from vllm_kvmerge.ops.triton.descriptors import Head
-from vllm_kvmerge.ops.triton.places import AUX, KEYS, LOG_VOTES, POSITIONS, SCORES, entry_place, head_of, plane_of
+from vllm_kvmerge.ops.triton.places import (
+    AUX,
+    KEYS,
+    LOG_VOTES,
+    PER_SLOT,
+    POSITIONS,
+    SCORES,
+    VALUES,
+    codes_of,
+    entry_place,
+    head_of,
+    plane_of,
+    scales_of,
+)
+
+LARGEST = tl.constexpr(float(LARGEST_CODE))
+TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
+"""A float32 near it has no places behind the point: adding it and taking it away rounds to the nearest, to even."""
 
 CHANGING = ["num_layers", "num_entries", "num_rows", "num_slots", "num_sources", "num_targets", "window"]
 CHANGING += ["num_places", "num_new", "stride_blocks", "stride_to_blocks"]
@@ -148,6 +166,39 @@ def write_rows(
     wanted = live[:, None] & (dims < HEAD_SIZE)
     found = tl.load(rows + at[:, None] * HEAD_SIZE + dims, mask=wanted)
     tl.store(cells_at(located, to, strides, PLANE, ELEMENT, BLOCK_D), found.to(ELEMENT), mask=wanted)
+
+
+@triton.jit
+def coded(rows):
+    """Codes and scales, ``[n, BLOCK_D]`` and ``[n]``, of rows (``coded.scaled``)."""
+    scales = tl.div_rn(tl.max(tl.abs(rows), 1), LARGEST)
+    scales = tl.clamp(scales, 2.0**-14, 65504.0).to(tl.float16)  # float16's least normal number and its largest
+    exact = tl.div_rn(rows, scales.to(tl.float32)[:, None])
+    return tl.clamp((exact + TO_WHOLE) - TO_WHOLE, -LARGEST, LARGEST).to(tl.int8), scales
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def write_codes(
+    located, keys, values, log_votes, codes, num_layers, num_slots, stride_blocks, stride_m_block, stride_m_head,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes entries to slots of coded pages, from 0 on. Grid: heads, tiles of slots."""
+    of = head_of(located, num_layers, stride_blocks)
+    slot = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    to, live = entry_place(slot, slot < num_slots, num_slots, 0, located.pages, of, BLOCK_SIZE * PER_SLOT)
+    at = tl.program_id(0).to(tl.int64) * num_slots + slot
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    wanted = live[:, None] & (dims < HEAD_SIZE)
+    for plane in tl.static_range(KEYS, VALUES + 1):
+        rows = (keys if plane == KEYS else values) + at[:, None] * HEAD_SIZE + dims
+        found, scales = coded(tl.load(rows, mask=wanted, other=0.0))
+        cells = codes_of(located.addresses, to, codes, plane)[:, None] + dims * (codes.k_dim if plane == KEYS else 1)
+        tl.store(cells, found, mask=wanted)
+        scales_at = scales_of(located.addresses, to, stride_m_block, stride_m_head, plane, BLOCK_SIZE)
+        tl.store(scales_at, scales, mask=live)
+    votes_at = plane_of(located.addresses, to.layer, LOG_VOTES, tl.float32)
+    votes_at += to.block * stride_m_block + to.head * stride_m_head + to.offset
+    tl.store(votes_at, tl.load(log_votes + at, mask=live), mask=live)
 
 
 @triton.jit(do_not_specialize=CHANGING)

@@ -7,6 +7,7 @@ pages is a ``HeadPages.table``.
 import triton
 import triton.language as tl
 
+from vllm_kvmerge.ops.coded import slots_of
 from vllm_kvmerge.ops.triton.descriptors import Entry, Head
 
 KEYS = tl.constexpr(0)
@@ -16,12 +17,32 @@ SCORES = tl.constexpr(3)
 AUX = tl.constexpr(4)
 POSITIONS = tl.constexpr(5)
 """Places of a layer's planes in ``addresses``."""
+PER_SLOT = tl.constexpr(slots_of("int8"))
+"""Slots of a coded page for each of another."""
 
 
 @triton.jit
 def plane_of(addresses, layer, plane, ELEMENT: tl.constexpr):
     """Pointer to a plane of a layer, or pointers for several layers; planes are aligned to 16 bytes."""
     return tl.multiple_of(tl.load(addresses + layer * 6 + plane).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def codes_of(addresses, at, codes, PLANE: tl.constexpr):
+    """Pointers to the first code of entries' keys or values in coded pages (``Codes``)."""
+    first = plane_of(addresses, at.layer, KEYS, tl.int8)
+    if PLANE == KEYS:
+        return first + at.block * codes.k_block + at.head * codes.k_head + at.offset * codes.k_slot
+    else:
+        return first + codes.first_v + at.block * codes.v_block + at.head * codes.v_head + at.offset * codes.v_slot
+
+
+@triton.jit
+def scales_of(addresses, at, m_block, m_head, PLANE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Pointers to the scales of entries' keys or values in coded pages, behind the votes. m_block, m_head: strides of
+    these."""
+    first = plane_of(addresses, at.layer, LOG_VOTES, tl.float16) + 2 * (at.block * m_block + at.head * m_head)
+    return first + (2 if PLANE == KEYS else 3) * (PER_SLOT * BLOCK_SIZE) + at.offset
 
 
 @triton.jit
@@ -39,6 +60,13 @@ def list_of(table, number, has_list):
     room = tl.load(table, mask=has_list, other=0)
     head = table + 1 + number.to(tl.int64) * (1 + room)
     return tl.load(head, mask=has_list, other=0), room, head + 1
+
+
+@triton.jit
+def is_coded(table, num_lists, has_list):
+    """Whether the pages of a table with ``num_lists`` lists are coded ones; not, unless ``has_list``."""
+    room = tl.load(table, mask=has_list, other=0)
+    return tl.load(table + 1 + num_lists * (1 + room), mask=has_list, other=0) != 0
 
 
 @triton.jit
