@@ -22,7 +22,7 @@ __all__ = ["scores"]  # a fixture
 
 LATENT, BLOCK_SIZE = 576, 16
 ELSEWHERE = dict.fromkeys(("criticalkv", "expected_attention", "triattention", "compactor"), "selector")
-ELSEWHERE["kvzap"] = "tracker"
+ELSEWHERE |= dict.fromkeys(("kvzap", "kvzip_once"), "tracker")
 """Policies that evict, but need what latents do not have, and the part that does."""
 
 MERGING = sorted(name for name, preset in PRESETS.items() if preset.merger != "drop")

@@ -62,6 +62,7 @@ REFUSED = [
     (M_ROPE, "compactor", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "triattention", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "fused", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
+    (M_ROPE, "kvzip_once", "tracker", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, IN_CACHE, "positions", "'cache' rotates keys, but the model has M-RoPE; allowed: 'text'"),
     *(
         (traits, asked, param, f"which {said}; allowed: another {param}")

@@ -224,6 +224,14 @@ class LookaheadTracker(Tracker):
         return self.lookahead
 
     @property
+    def takes_cap(self) -> bool:
+        return True
+
+    @property
+    def takes_sinks(self) -> bool:
+        return True
+
+    @property
     def prompt_window(self) -> ScoreWindow:
         return "all"
 

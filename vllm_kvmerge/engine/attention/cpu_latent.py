@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 from vllm_kvmerge.engine.attention.common import MergeableImpl
 from vllm_kvmerge.engine.attention.compressed import head_pages, rows_of_batch
 from vllm_kvmerge.engine.attention.cpu import select_rows
-from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, PredictedScores, QueryReader
+from vllm_kvmerge.engine.attention.rows import PLAIN, BatchRow, QueryReader, RepetitionWindow, ScoreWindow
 from vllm_kvmerge.engine.blocks import MergeableLatentSpec
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.ops import AttentionBatch, HeadPages, LatentKVCache, paged_attention
@@ -250,7 +250,7 @@ class LatentAttentionImpl(MergeableImpl, CPUMLAImpl):
         if row.ring is not None:
             row.ring.write(self.layer_index, self._absorbed(query[-row.ring.window :]), reader.seq_len)
         if row.window is not None:
-            assert not isinstance(row.window, PredictedScores), "scores of latents are not predicted"
+            assert isinstance(row.window, ScoreWindow | RepetitionWindow), "latents have no other scores"
             newest = query[-row.window.num_queries :]
             for end, part in self._parts(newest, reader.seq_len):
                 where = replace(reader, seq_len=end)

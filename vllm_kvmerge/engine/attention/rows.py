@@ -184,7 +184,10 @@ class LookaheadWindow:
                 break
             if start < end:
                 # Those of the first tokens, which are outliers, are left out.
-                some, scores = slice(max(first, start) - begin, end - begin), self.prompt_scores.scores[layer, :, start:end]
+                some, scores = (
+                    slice(max(first, start) - begin, end - begin),
+                    self.prompt_scores.scores[layer, :, start:end],
+                )
                 place = end, end, start, sinks, scores
                 score_repetition(turned[some], cache, where.blocks, scale, *place, softmax=softmax, own=own[some])
         self.ring.write(layer, query[-self.ring.window :], where.seq_len)

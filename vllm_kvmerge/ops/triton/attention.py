@@ -281,7 +281,8 @@ def score_repetition(
     given = _tokens(query), _planes(cache), blocks
     scale = scale * LOG2E * cache.key_scale
     attention_kernels.normalize_repetition[(-(-num_queries // (block_m // groups)), cache.num_kv_heads)](
-        given[0], None if own is None else _tokens(own), *given[1:], weights, softmax.sinks, lse, scale, num_queries, seq_len, context, start, min(sinks, start), num_scored,
+        given[0], None if own is None else _tokens(own), *given[1:], weights, softmax.sinks, lse, scale, num_queries,
+        seq_len, context, start, min(sinks, start), num_scored,
         BLOCK_M=block_m, BLOCK_N=rows.block_n, **constants, **rows.launch,
     )  # fmt: skip
     attention_kernels.raise_scores[(-(-num_scored // columns.block_n), num_rows)](
