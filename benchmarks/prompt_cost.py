@@ -1,7 +1,8 @@
-"""Time to the first token under policies, beside a request without one: ``python benchmarks/first_token.py MODEL``.
+"""What compressing a prompt costs, beside a request without a policy: ``python benchmarks/prompt_cost.py MODEL``.
 
-One request at a time, each with a new prompt, of random tokens; cases take turns. A policy's ratios are to the plain
-request of the same turn. Printed: medians, and the ratios' medians with their ranges.
+Time to the second token, before which the prompt has been compressed, of one request at a time, each with a new prompt
+of random tokens; cases take turns. A policy's ratios are to the plain request of the same turn. Printed: medians, and
+the ratios' medians with their ranges.
 """
 
 import argparse
@@ -42,7 +43,9 @@ def main() -> None:
         extra = None if policy is None else compression(policy, budget=arguments.budget, decode="grow")
         prompt = {"prompt_token_ids": rng.integers(1000, 30000, arguments.length).tolist()}
         begun = perf_counter()
-        engine.generate([prompt], SamplingParams(max_tokens=1, temperature=0, extra_args=extra), use_tqdm=False)
+        engine.generate(
+            [prompt], SamplingParams(max_tokens=2, ignore_eos=True, temperature=0, extra_args=extra), use_tqdm=False
+        )
         return perf_counter() - begun
 
     cases = [None, *arguments.policies]
