@@ -97,6 +97,7 @@ def run_all(
     for num_rows, weights in ((heads, None), (heads * groups, torch.ones(len(query)))):
         scores = torch.zeros(num_rows, 60)
         triton.score_repetition(query, pages, table[0], 0.1, 100 + len(query), 100, 30, 4, scores, weights)
+    triton.score_repetition(query, pages, table[0], 0.1, 100, 100, 30, 4, torch.zeros(heads, 60), own=query)
     tokens = torch.zeros(64, heads, head_size, dtype=wide)
     triton.write_tokens(pages, torch.zeros(64, dtype=torch.int64), tokens, tokens)
     for places in (None, torch.zeros(rows, dtype=torch.int64)):

@@ -175,7 +175,7 @@ class LookaheadWindow:
         begin, own = computed - len(before), torch.cat([before, query])
         # A turn by so many positions is the same from everywhere.
         distances = 0, min(self.end, self.tracker.chunk_size)
-        here, there = (torch.tensor(position, device=query.device) for position in distances)
+        here, there = (torch.full((), position, device=query.device) for position in distances)
         turned = self.rotation.moved(own.float(), here, there).to(query.dtype)
         for first in range(begin, self.end, block):
             end = min(first + block, self.end)
@@ -183,12 +183,8 @@ class LookaheadWindow:
             if end > where.seq_len:
                 break
             if start < end:
-                # Those of the first tokens, which are outliers, are left out.
-                some, scores = (
-                    slice(max(first, start) - begin, end - begin),
-                    self.prompt_scores.scores[layer, :, start:end],
-                )
-                place = end, end, start, sinks, scores
+                some = slice(max(first, start) - begin, end - begin)  # not the first tokens', which are outliers
+                place = end, end, start, sinks, self.prompt_scores.scores[layer, :, start:end]
                 score_repetition(turned[some], cache, where.blocks, scale, *place, softmax=softmax, own=own[some])
         self.ring.write(layer, query[-self.ring.window :], where.seq_len)
 
