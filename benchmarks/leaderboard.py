@@ -42,6 +42,8 @@ SHOWN = 0.3
 """The score from which on a policy has a row of its own."""
 ENOUGH = 12
 """Prompts of each task, for a run to decide instead of the screen."""
+FEWEST = 6
+"""Prompts of each task, for a run to have a table."""
 DECIDING = 0.25
 """The budget that ranks."""
 MODEL = "qwen2.5-coder-0.5b"
@@ -365,6 +367,8 @@ def page(cells: list[Cell], found: Recommendations) -> str:
             return []
         tasks, rows = rows_of(some)
         counts = {len(common) for (task, _), common in common_samples(some).items() if task in tasks}
+        if min(counts, default=0) < FEWEST:
+            return []
         number = " to ".join(map(str, sorted({min(counts), max(counts)})))
         lines = [f"{mark} {TITLES[case]}: {model}, {number} prompts", "", *table(tasks, rows, case == "later"), ""]
         if (run, model) == (f"real-{case}", MODEL):
