@@ -11,7 +11,7 @@ from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.policies.rescoring import newest_scores
 
 BUDGET, CHUNK, PROMPT, ANSWER = 96, 128, 700, 20
-POLICIES = [name for name in sorted(PRESETS) if name != "kvzip"]
+POLICIES = sorted(set(PRESETS) - {"kvzip", "kvzip_once"})
 """A context that is not whole cannot be repeated."""
 
 

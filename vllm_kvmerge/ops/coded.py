@@ -7,13 +7,10 @@ positions, and in the memory of one slot of the cache they have several (``Coded
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from vllm_kvmerge.ops.types import PagedKVCache
 
 Coding = Literal["int8", "int4"]
 
@@ -21,6 +18,21 @@ LARGEST_CODE = 127
 
 GROUP = 32
 """Numbers that share a range in 4 bits."""
+
+
+class Cells(Protocol):
+    """What pages take of a layer's cache (``PagedKVCache``)."""
+
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def content(self) -> Tensor: ...
+    @property
+    def log_votes(self) -> Tensor: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class CodedPages(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, cache: "PagedKVCache") -> "CodedPages":
+    def of(cls, cache: Cells) -> "CodedPages":
         """The cache's pages."""
 
     @staticmethod
@@ -61,7 +73,7 @@ class CodedPages(ABC):
         return *self.decode(planes), planes["log_votes"]
 
     @classmethod
-    def _votes(cls, cache: "PagedKVCache") -> tuple[Tensor, Tensor]:
+    def _votes(cls, cache: Cells) -> tuple[Tensor, Tensor]:
         """Those of the slots, and the rest of the metadata's words, ``[B, H, ...]`` float32."""
         votes, size = cache.log_votes, cls.slots * cache.block_size
         words = votes.as_strided((*votes.shape[:2], 4 * cache.block_size), votes.stride(), votes.storage_offset())
@@ -80,7 +92,7 @@ class Int8Pages(CodedPages):
     value_scales: Tensor  # [B, H, n] float16
 
     @classmethod
-    def of(cls, cache: "PagedKVCache") -> "Int8Pages":
+    def of(cls, cache: Cells) -> "Int8Pages":
         votes, rest = cls._votes(cache)
         size, head_size = votes.shape[2], cache.head_size
         codes = cache.content.view(torch.int8)[..., : 2 * size * head_size].unflatten(-1, (2, -1))
@@ -123,7 +135,7 @@ class Int4Pages(CodedPages):
     value_ranges: Tensor  # [B, H, d / GROUP, 2, n] float16
 
     @classmethod
-    def of(cls, cache: "PagedKVCache") -> "Int4Pages":
+    def of(cls, cache: Cells) -> "Int4Pages":
         votes, _ = cls._votes(cache)
         size, head_size = votes.shape[2], cache.head_size
         rest, planes = cache.content.view(torch.uint8), []
