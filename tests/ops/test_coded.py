@@ -32,7 +32,7 @@ def is_on_cpu(operators, coding: Coding) -> bool:
     if operators in (reference, cpu):
         return True
     if coding != "int8":
-        pytest.skip(f"Triton has no {coding}")
+        pytest.skip(f"servers refuse fronts in {coding} on GPUs")
     return False
 
 
@@ -237,7 +237,7 @@ def test_planes_do_not_overlap(head_size, block_size, coding):
 @pytest.mark.parametrize("coding", CODINGS)
 def test_coded_fronts_have_no_scores(operators, coding):
     if not is_on_cpu(operators, coding):
-        pytest.skip("kernels on a GPU do not look")
+        pytest.skip("only the CPU's operators check again what requests are refused for")
     scene = Scene(4, 32, 64, torch.float32, 9, coding)
     reference.write_codes(scene.paged, scene.pages, scene.keys, scene.values, scene.votes)
     batch = scene.batch(0, 1)

@@ -168,6 +168,8 @@ class CompressedRows(CompressedCache):
         tracks = config.tracks(is_partial)
         state.update = score_update(config) if tracks else NO_UPDATE
         state.predicts = tracks and config.policy.tracker.predicts_scores
+        if config.policy.tracker.reads_ahead:  # its queries have scored the context
+            state.ring = None
 
     def rows(self, order: Iterable[tuple[str, int, int]]) -> list[BatchRow]:
         """The batch's rows, none if no request has a policy. order: requests, with tokens scheduled and computed."""
