@@ -74,6 +74,20 @@ def test_coded_fronts_take_a_part_of_the_bytes(engine, coding, far):
     engine.assert_empty()
 
 
+@pytest.mark.parametrize("coding", ["int8", "int4"])
+def test_a_coded_front_shares_no_block_with_what_follows(engine, coding):
+    """A context without a block of its own stays as it is; longer ones are coded, though nothing is evicted."""
+    far = {"int8": 0.05, "int4": 0.8}[coding]
+    for length, budget in ((20, 10), (31, 30), (32, 1.0), (40, 500), (97, 1.0)):
+        prompt = random_prompt(np.random.default_rng(length), length)
+        fields = {"policy": "kvzip", "allocator": "uniform", "budget": budget}
+        asked = [fields, fields | {"front": coding}]
+        plain, coded = engine.generate([prompt] * 2, [reported(prompt[:40], one) for one in asked])
+        difference = np.abs(np.subtract(logprobs(plain), logprobs(coded))).max()
+        assert difference < 1e-4 if length < BLOCK_SIZE else 0 < difference < far, length
+    engine.assert_empty()
+
+
 THRESHOLDS = [
     {"policy": "snapkv", "decode": "grow", "budget": {"threshold": 0.004, "max": 0.6}},
     {"policy": "keepkv", "interval": 16, "budget": {"threshold": 0.01, "max": 0.5}},

@@ -30,6 +30,16 @@ def test_a_cache_that_grows_is_compressed_once():
     assert compression("snapkv", num_prompt_tokens=90, decode="grow").next_compression(UNCOMPRESSED) is None
 
 
+def test_a_front_is_coded_though_nothing_has_to_go():
+    """But not where it would share its only block with the tokens that follow."""
+    one, short = (compression("kvzip", num_prompt_tokens=length, front="int8") for length in (90, 31))
+    assert one.next_compression(UNCOMPRESSED) == 90 and not one.repeats_context and one.shares_context
+    assert one.new_front(UNCOMPRESSED, 90) == FrontSize(90, 90, num_blocks=2)
+    assert one.next_compression(Segments(90, 90)) is None and compression("snapkv", front="int8").window
+    assert compression("snapkv", num_prompt_tokens=90, front="int8").window == 0
+    assert short.next_compression(UNCOMPRESSED) is None and not short.shares_context
+
+
 @pytest.mark.parametrize("interval", [None, 8])
 def test_a_bounded_cache_is_compressed_at_budget_and_interval(interval):
     one = compression("streaming_llm", decode="bounded", interval=interval)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_kvmerge.engine.messages import FrontReport
-from vllm_kvmerge.ops.coded import slots_of
+from vllm_kvmerge.ops.coded import Coding, slots_of
 from vllm_kvmerge.request.limits import Limits
 from vllm_kvmerge.request.spec import CompressionSpec
 
@@ -80,7 +80,8 @@ class RequestCompression:
     many its first compression scores (0: none), and how many are kept. ring_bytes, score_bytes: memory outside the
     pool for the newest queries and, up to the first compression, for the context's scores. total: tokens that the
     request can come to. external_bytes: memory outside the pool for the complete cache of so many; 0: none is kept.
-    num_layers: of the model. block_size: in tokens. front_size: entries of a head in a block of the front.
+    num_layers: of the model. block_size: in tokens. front_size: entries of a head in a block of the front, which are
+    stored as ``coding`` says.
     is_uneven: heads have different budgets. has_pages: and pages of their own for what they hold. may_shrink: and
     what they hold depends on data.
 
@@ -103,6 +104,7 @@ class RequestCompression:
     num_layers: int
     block_size: int
     front_size: int
+    coding: Coding | None
     is_uneven: bool
     has_pages: bool
     may_shrink: bool
@@ -111,13 +113,15 @@ class RequestCompression:
     def of(
         cls, config: CompressionSpec, num_prompt_tokens: int, max_tokens: int, limits: Limits
     ) -> "RequestCompression":
-        context, window = config.resolve_context(num_prompt_tokens), config.prompt_window
+        context = config.resolve_context(num_prompt_tokens)
         max_tokens = limits.possible_tokens(num_prompt_tokens, max_tokens)
         total = num_prompt_tokens + max_tokens
         query_window = min(config.query_window, total)
         budget, capacity = config.resolve_budget(context), config.resolve_capacity(context)
         fills_budget = config.policy.allocator.fills_budget
         chunk = None if config.prefill is None else config.prefill.chunk
+        coding = config.coding(context, limits.block_size)
+        window = 0 if coding and context <= budget else config.prompt_window  # nothing is ranked
         num_scored = context if chunk is None else min(context, budget + chunk)
         is_uneven = capacity != budget or not fills_budget
         scores_prompt = (window or config.policy.tracker.repeats_context) and not config.awaits_pressure
@@ -137,7 +141,8 @@ class RequestCompression:
             external_bytes=limits.external_bytes(total) if config.is_refreshed(num_prompt_tokens) else 0,
             num_layers=limits.shape.num_layers,
             block_size=limits.block_size,
-            front_size=limits.block_size * slots_of(config.front),
+            front_size=limits.block_size * slots_of(coding),
+            coding=coding,
             is_uneven=is_uneven,
             has_pages=is_uneven and limits.head_pages,
             may_shrink=is_uneven and limits.head_pages and not fills_budget,
@@ -146,7 +151,8 @@ class RequestCompression:
     @property
     def shares_context(self) -> bool:
         """True if its compressed context may serve other requests: nothing else is needed to go on from there."""
-        return self.context > self.budget and self.config.refresh is None and not self.config.awaits_pressure
+        is_compressed = self.context > self.budget or self.coding is not None
+        return is_compressed and self.config.refresh is None and not self.config.awaits_pressure
 
     def shared_bytes(self, num_tokens: int) -> int:
         """Memory outside the pool that workers keep for its first tokens, compressed, while others may need them."""
@@ -155,7 +161,7 @@ class RequestCompression:
     @property
     def repeats_context(self) -> bool:
         """True if the context is repeated by internal requests before it is compressed."""
-        return self.config.policy.tracker.repeats_context
+        return self.config.policy.tracker.repeats_context and self.context > self.budget
 
     @property
     def takes_drafts(self) -> bool:
@@ -173,7 +179,7 @@ class RequestCompression:
             return False
         # Attention writes scores into the blocks it reads, so a request whose policy tracks them moves to blocks of its
         # own at the end of the context, even if it is within its budget.
-        if self.context <= self.budget and not self.config.tracks_decode:
+        if self.context <= self.budget and not (self.config.tracks_decode or self.coding):
             return False
         return not segments.are_compressed if self.chunk is None else segments.tail < self.context
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from vllm_kvmerge.ops.coded import Coding
 from vllm_kvmerge.policies import PARTS, PRESETS, CompressionPolicy, load_plugins
 from vllm_kvmerge.policies.allocators import Threshold
 from vllm_kvmerge.policies.base import ServedModel
@@ -244,8 +245,14 @@ class CompressionSpec(CommonFields):
         return self.policy.capacity(self.resolve_budget(num_context_tokens))
 
     def never_compresses(self, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """True if the cache can never hold more entries than the budget, so that plain attention is exact."""
-        return self.resolve_budget(self.resolve_context(num_prompt_tokens)) >= num_prompt_tokens + max_tokens
+        """True if the cache can never hold more entries than the budget, as they are, so that plain attention is exact."""
+        budget = self.resolve_budget(self.resolve_context(num_prompt_tokens))
+        return self.front is None and budget >= num_prompt_tokens + max_tokens
+
+    def coding(self, num_tokens: int, block_size: int) -> Coding | None:
+        """How the front of so many tokens is stored; None: as the cache is, like the tokens that follow, if it has to
+        share its only block with them."""
+        return self.front if num_tokens >= block_size else None
 
     def is_refreshed(self, num_prompt_tokens: int) -> bool:
         """True if refreshes come: there are some, and something is lost before them."""

@@ -224,7 +224,7 @@ class Compression(CompressedRows):
             front=state.front,
             tail=state.tail,
             has_pages=self._head_pages and plan.share_blocks > 0,
-            coding=config.front,
+            coding=config.coding(plan.num_tokens, self.compactor.block_size),
             # While a request generates, its tokens wait for none of them; without a next one there is no other time.
             settles_shares=plan.is_of_context or (is_first and config.decode != "bounded"),
         )
