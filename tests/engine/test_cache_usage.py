@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from vllm_kvmerge.engine.accounting import NUM_RECENT_CHANGES, NUM_RECENT_STEPS, Account, Accounts, Steps
-from vllm_kvmerge.engine.metrics import _LIVE, CacheGauges
+from vllm_kvmerge.engine.metrics import _LIVE, FRONT_BYTES, CacheGauges
 from vllm_kvmerge.engine.usage import USAGE_KEY, CacheSize
 
 KIB = 1024
@@ -42,10 +42,13 @@ def test_who_asks_for_the_end_alone_gets_no_steps():
 def test_a_policy_whose_last_request_has_ended_holds_nothing():
     gauges = CacheGauges(0, 1024)
     read = [gauge.labels("h2o", 0)._value.get for gauge in _LIVE]
-    gauges.update([("h2o", CacheSize(9, 12, 3)), ("h2o", CacheSize(1, 1, 1))])
-    assert [get() for get in read] == [10, 13, 4 * 1024, 0]
+    fronts = [FRONT_BYTES.labels(name, 0)._value.get for name in ("cache", "int8", "int4")]
+    coded = CacheSize(1, 1, 3, front_blocks=2, coding="int8")
+    gauges.update([("h2o", CacheSize(9, 12, 3)), ("h2o", coded), ("snapkv", coded)])
+    assert [get() for get in read] == [10, 13, 6 * 1024, 0]
+    assert [get() for get in fronts] == [0, 4 * 1024, 0]
     gauges.update([("snapkv", CacheSize(5, 5, 1))])
-    assert [get() for get in read] == [0] * 4
+    assert [get() for get in read] == [0] * 4 and [get() for get in fronts] == [0] * 3
 
 
 def test_means_begin_with_the_step_that_ends_the_prompt():

@@ -56,6 +56,20 @@ def test_memory_falls_while_the_request_runs(server):
         wait_until(lambda g=gauge: server.metric(f"vllm:{g}") == 0)
 
 
+@pytest.mark.parametrize(("front", "blocks"), [(None, 8), ("int8", 4), ("int4", 3)])
+def test_bytes_of_fronts_are_counted_by_their_format(server, front, blocks):
+    field, seen = {"policy": "snapkv", "budget": 256, "decode": "grow", "front": front}, set()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(
+            server.complete, random_prompt(2, 1000), max_tokens=300, ignore_eos=True, kv_compression=field
+        )
+        while not answer.done():
+            found = [one for one in server.samples() if one.name == "vllm:kvmerge_front_bytes" and one.value]
+            seen |= {(one.labels["format"], one.value) for one in found}
+    assert answer.result() and seen == {(front or "cache", blocks * BYTES_PER_BLOCK)}
+    wait_until(lambda: server.metric("vllm:kvmerge_front_bytes") == 0)
+
+
 def test_streams_report_each_step_of_their_own_cache(server):
     """Two at once, one of which is compressed; the official client hands the report on."""
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")

@@ -364,6 +364,11 @@ class MergeableAttentionManager(FullAttentionManager):
         held = self.req_to_blocks.get(request_id, ()), () if state is None else state.given_up
         return sum(not block.is_null for blocks in held for block in blocks)
 
+    def num_blocks_before(self, request_id: str, num_tokens: int) -> int:
+        """Number of the pool's blocks that the request holds for its first ``num_tokens`` alone."""
+        row = self.req_to_blocks.get(request_id, ())[: num_tokens // self.block_size]
+        return sum(not block.is_null for block in row)
+
     def hashes_blocks_of(self, request: Request) -> bool:
         """Whether other requests may find the request's new blocks, of any layers, by hash."""
         # Once keys and values are approximations, so are hidden states of all layers.

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from vllm_kvmerge.ops.coded import CODINGS, Coding
+
 if TYPE_CHECKING:
     from vllm_kvmerge.engine.usage import CacheSize
     from vllm_kvmerge.request.proof import Verified
@@ -112,6 +114,14 @@ _LIVE = [
         ("vllm:kvmerge_external_bytes", "Bytes of running requests' complete caches outside the pool, over all ranks."),
     )
 ]
+
+FRONT_BYTES = Gauge(
+    "vllm:kvmerge_front_bytes",
+    "Bytes of live_bytes in compressed entries, by their format: cache (the KV cache's own), int8 or int4.",
+    ["format", "engine"],
+    multiprocess_mode="livesum",
+)
+FORMATS: dict[Coding | None, str] = {None: "cache", **{coding: coding for coding in CODINGS}}
 
 _CONTEXTS = [
     Gauge(name, description, ["engine"], multiprocess_mode="livesum")
@@ -238,14 +248,18 @@ class CacheGauges:
 
     def update(self, sizes: list[tuple[str, "CacheSize"]]) -> None:
         """``sizes``: policy and size of each running request."""
+        fronts = dict.fromkeys(FORMATS, 0)
         totals = {policy: [0] * len(_LIVE) for policy in self._policies | {policy for policy, _ in sizes}}
         for policy, size in sizes:
+            fronts[size.coding] += size.front_blocks
             of_one = size.entries, size.tokens, size.blocks * self._bytes_per_block, size.external_bytes
             for index, number in enumerate(of_one):
                 totals[policy][index] += number
         for policy, numbers in totals.items():
             for gauge, number in zip(_LIVE, numbers, strict=True):
                 gauge.labels(policy, self._engine).set(number)
+        for coding, num_blocks in fronts.items():
+            FRONT_BYTES.labels(FORMATS[coding], self._engine).set(num_blocks * self._bytes_per_block)
         self._policies = set(totals)
 
     def update_contexts(self, num_shared: int, num_shared_blocks: int, num_kept: int, num_kept_blocks: int) -> None:

@@ -613,16 +613,17 @@ class CompressionSchedulerMixin(Scheduler):
     def _size(self, request: Request) -> CacheSize:
         request_id = request.request_id
         num_tokens = request.num_computed_tokens - self._num_drafts.get(request_id, 0)
-        num_entries, external = num_tokens, 0
+        num_entries, external, num_front_blocks, coding = num_tokens, 0, 0, None
         if (state := self._states.get(request_id)) is not None:
             segments = state.segments if state.work is None else state.work.before
-            num_entries = segments.num_entries(num_tokens)
+            num_entries, coding = segments.num_entries(num_tokens), state.schedule.coding
+            num_front_blocks = self._manager.num_blocks_before(request_id, segments.tail)
             if state.schedule.external_bytes:
                 external = self._admission.limits.external_bytes(segments.changed_at) * self._num_workers
         num_blocks = self._manager.num_held_blocks(request_id)
         others = [one.req_to_blocks.get(request_id, ()) for one in self._managers if one is not self._manager]
         num_blocks += sum(not block.is_null for blocks in others for block in blocks)
-        return CacheSize(num_entries, num_tokens, num_blocks, external)
+        return CacheSize(num_entries, num_tokens, num_blocks, external, num_front_blocks, coding)
 
 
 class SyncCompressionScheduler(CompressionSchedulerMixin, Scheduler):

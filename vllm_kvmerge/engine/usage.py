@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from vllm_kvmerge.ops.coded import Coding
+
 USAGE_KEY = "kvmerge_usage"
 """Key in ``SamplingParams.extra_args`` (``vllm_xargs`` of a body): a true value asks for a report at the end."""
 
@@ -25,9 +27,12 @@ STEPS_KEY = "steps"
 @dataclass(frozen=True)
 class CacheSize:
     """Size of a running request's cache. entries: live ones, per KV head of one layer. tokens: represented by them.
-    blocks: held, including shared ones. external_bytes: of the complete cache outside the pool, over all ranks."""
+    blocks: held, including shared ones. external_bytes: of the complete cache outside the pool, over all ranks.
+    front_blocks: among ``blocks``, those of the front. coding: of the front."""
 
     entries: int
     tokens: int
     blocks: int
     external_bytes: int = 0
+    front_blocks: int = 0
+    coding: Coding | None = None
