@@ -59,15 +59,17 @@ def params(policy: str | None, max_tokens: int, **fields) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
 
 
-def test_fronts_are_announced_and_revoked(engine, fronts, subscriber):
+@pytest.mark.parametrize(("coding", "num_blocks"), [(None, 3), ("int8", 2), ("int4", 1)])
+def test_fronts_are_announced_and_revoked(engine, fronts, subscriber, coding, num_blocks):
     context = 276
-    engine.generate([random_prompt(np.random.default_rng(91), 300)], params("snapkv", 20, context_tokens=context))
+    fields = {"context_tokens": context, "front": coding}
+    engine.generate([random_prompt(np.random.default_rng(91), 300)], params("snapkv", 20, **fields))
     assert held(engine, subscriber) == subscriber.held
     (front,) = fronts._fronts.values()
     (stored,) = subscriber.fronts
     # Blocks of no tokens, after one that nobody has: what looks for a prompt's blocks finds none of them.
     assert stored.parent_block_hash == maybe_convert_block_hash(front.key)
-    assert len(set(stored.block_hashes)) == len(front.blocks)
+    assert len(set(stored.block_hashes)) == len(front.blocks) == num_blocks
     assert subscriber.held.keys() >= set(stored.block_hashes) and stored.parent_block_hash not in subscriber.held
     fronts.lose(front.blocks[-1:])
     assert held(engine, subscriber) == subscriber.held

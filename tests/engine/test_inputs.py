@@ -21,6 +21,7 @@ from tests.engine.test_verification import ask, log_probs
 from tests.engine.test_vllm_features import compressed, random_text
 from tests.random_model import SIZES, write_llama
 from vllm_kvmerge.engine.verification import VERIFY_KEY
+from vllm_kvmerge.ops.coded import CODINGS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -201,11 +202,9 @@ def test_plain_requests_equal_stock_vllm(engine, kind, folder):
 
 def test_every_policy_in_one_batch_as_alone(engine, kind):
     plain = KINDS[kind].jobs
-    jobs = [
-        (*plain[(index + shift) % len(plain)][:2], compressed(policy) if policy else {})
-        for index, policy in enumerate(KINDS[kind].policies)
-        for shift in (1, 5)
-    ]
+    asked = [compressed(policy) if policy else {} for policy in KINDS[kind].policies]
+    asked += [compressed("snapkv", front=front) for front in CODINGS]
+    jobs = [(*plain[(index + shift) % len(plain)][:2], more) for index, more in enumerate(asked) for shift in (1, 5)]
     assert engine.llm.reset_prefix_cache()
     together = tokens(engine.llm, jobs)
     engine.assert_empty()
@@ -213,10 +212,13 @@ def test_every_policy_in_one_batch_as_alone(engine, kind):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "h2o", "criticalkv", "keepkv"])
-def test_a_compressed_context_is_found_with_its_own_alone(engine, kind, policy):
+@pytest.mark.parametrize(
+    ("policy", "front"),
+    [("snapkv", None), ("h2o", None), ("criticalkv", None), ("keepkv", None), ("snapkv", "int8"), ("snapkv", "int4")],
+)
+def test_a_compressed_context_is_found_with_its_own_alone(engine, kind, policy, front):
     for context in KINDS[kind].contexts:
-        more = compressed(policy, context_tokens=context)
+        more = compressed(policy, context_tokens=context, front=front)
         jobs = [(name, prompt, more) for name, prompt, _ in KINDS[kind].jobs[KINDS[kind].first :]]
         expected = []
         for job in jobs:

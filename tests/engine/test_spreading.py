@@ -21,9 +21,11 @@ CASES = {
     "morphkv": {"budget": 64, "interval": 4},
     "grkv": {"budget": 96, "prefill": {"chunk": 100}},
     "expected_attention": {"budget": 96, "selector": "fused", "refresh": {"every": 8}},
+    "pyramidkv": {"budget": 96, "front": "int8"},
+    "chunkkv": {"budget": 96, "front": "int4"},
 }
 """Policies whose heads have equal and different budgets, with a count that depends on data, repeated contexts, contexts
-that are compressed while they are computed, and refreshes."""
+that are compressed while they are computed, refreshes, and fronts in 8 and 4 bits."""
 
 
 def params(policy: str | None, max_tokens: int = 24) -> SamplingParams:
