@@ -71,6 +71,9 @@ def test_two_workers_equal_one(engine, tmp_path):
     for policy in ("snapkv", "h2o", "keepkv", "morphkv"):
         fields = {"score_window": "all"} if policy == "h2o" else {}
         told.append((random_prompt(rng, 600), compression(policy, budget=96, prefill={"chunk": 100}, **fields)))
+    for policy, front in (("snapkv", "int8"), ("kvzip", "int4"), ("pyramidkv", "int8"), ("kvzip_once", "int4")):
+        fields = {"allocator": "uniform"} if policy.startswith("kvzip") else {}
+        told.append((random_prompt(rng, 400), compression(policy, budget=96, front=front, decode="grow", **fields)))
     arguments = engine_arguments() | {
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
         "additional_config": {"kvmerge": {"kvzap": demo.kvzap_path()}},

@@ -16,6 +16,7 @@ from tests.engine.conftest import Engine, engine_with, in_a_process
 from tests.random_model import write_llama
 from vllm_kvmerge import compression
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
+from vllm_kvmerge.ops.coded import CODINGS
 from vllm_kvmerge.request.spec import parse_compression
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -167,11 +168,17 @@ def test_plain_requests_equal_stock_vllm(engine, stock):
     engine.assert_empty()
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "h2o", "keepkv"])
-def test_compressed_requests_with_every_option(engine, stock, policy):
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        *((policy, {"decode": "bounded"}) for policy in ("snapkv", "h2o", "keepkv")),
+        *(("snapkv", {"front": front}) for front in CODINGS),
+    ],
+)
+def test_compressed_requests_with_every_option(engine, stock, policy, fields):
     """In one batch as alone, within the budget, and as the option demands."""
     assert engine.llm.reset_prefix_cache()
-    more = compressed(policy, decode="bounded")
+    more, is_bounded = compressed(policy, **fields), "decode" in fields
     together = ask(engine.llm, list(OPTIONS), **more)
     engine.assert_empty()
     told = {name: as_json(output) for name, output in together.items()}
@@ -179,8 +186,8 @@ def test_compressed_requests_with_every_option(engine, stock, policy):
         assert_same(ask_json(engine.llm, [name], **more)[name], told[name])
         if name != "stop":  # text ends it, of which the engine's core knows nothing
             report = together[name].kv_transfer_params[REPORT_KEY]
-            assert report["compressions"] > (told[name][0][0][3] == "length"), name
-            assert report["mean_entries"] <= BUDGET + INTERVAL, name
+            assert report["compressions"] > (is_bounded and told[name][0][0][3] == "length"), name
+            assert report["mean_entries"] <= BUDGET + (INTERVAL if is_bounded else MAX_TOKENS), name
     changed = [name for name in OPTIONS if told[name][0] != stock["options"][name][0]]
     assert len(changed) > len(OPTIONS) // 2
     # Of a prompt nothing has been left out yet.

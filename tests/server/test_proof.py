@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import Server, check_refused, events, wait_until
+from vllm_kvmerge.ops.coded import CODINGS
 from vllm_kvmerge.request.proof import CompressionProof
 from vllm_kvmerge.request.spec import parse_compression
 
@@ -57,6 +58,7 @@ def test_heads_of_unequal_budgets(server):
     assert told.entries.least < told.entries.mean == 100 < told.entries.most
 
 
+@pytest.mark.parametrize("field", [LOCAL, *(LOCAL | {"decode": "grow", "front": front} for front in CODINGS)])
 @pytest.mark.parametrize(
     ("body", "lengths"),
     [
@@ -64,8 +66,8 @@ def test_heads_of_unequal_budgets(server):
         ({"prompt": [PROMPT, PROMPT[:200], PROMPT[:100]]}, [300, 200, 100]),
     ],
 )
-def test_sequences_of_an_answer_are_added_up(server, body, lengths):
-    one, several = proof(server, LOCAL), proof(server, LOCAL, **body)
+def test_sequences_of_an_answer_are_added_up(server, field, body, lengths):
+    one, several = proof(server, field), proof(server, field, **body)
     assert several.sequences == 3 and several.tokens == sum(lengths) + 9
     reused = several.reused_tokens // 300  # by those that found what another had left
     assert several.compressions == 3 - reused

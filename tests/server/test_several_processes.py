@@ -31,6 +31,8 @@ FIELDS = [
     {"policy": "h2o", "budget": 0.2, "interval": 16},
     {"policy": "zsmerge", "budget": 128},
     {"policy": "knorm", "budget": 96, "context_tokens": 500},
+    {"policy": "pyramidkv", "budget": 96, "front": "int8", "decode": "grow"},
+    {"policy": "kvzip", "budget": 1.0, "front": "int4"},
 ]
 TOKENS = 40
 JOBS = [
@@ -86,7 +88,7 @@ def test_each_engine_answers_and_counts_as_one_alone(server, servers):
         found, grown = run(servers, engine)
         assert found == texts
         assert grown == {(name, policy, engine): number for (name, policy, _), number in numbers.items()}
-        for gauge in ("kv_cache_usage_perc", "kvmerge_live_entries", "kvmerge_live_bytes", "num_requests_running"):
+        for gauge in ("kv_cache_usage_perc", "kvmerge_live_entries", "kvmerge_live_bytes", "kvmerge_front_bytes"):
             wait_until(lambda g=gauge, e=engine: servers.metric(f"vllm:{g}", engine=e) == 0)
 
 
