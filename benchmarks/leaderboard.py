@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from report import plot_lines
 
 from vllm_kvmerge.evaluation.comparison import bootstrap_p_value, holm
 from vllm_kvmerge.evaluation.config import EvalConfig, TaskEntry, read_config
@@ -34,7 +35,8 @@ from vllm_kvmerge.request.recommended import TABLE, Case, Measured, Recommendati
 from vllm_kvmerge.request.spec import FULL, CompressionError, parse_compression
 
 ROOT = Path(__file__).parents[1]
-SCORES, PAGE = ROOT / "benchmarks/results/real_scores.json", ROOT / "docs/leaderboard.md"
+RESULTS = ROOT / "benchmarks/results"
+SCORES, PAGE, PLOT = RESULTS / "real_scores.json", ROOT / "docs/leaderboard.md", RESULTS / "fronts.svg"
 TITLES: dict[Case, str] = {"known": "The question is known", "later": "The question comes later"}
 LEAST = 0.6
 """Of the full cache's score, for a task that counts."""
@@ -60,6 +62,14 @@ PUBLIC: dict[Case, dict[str, tuple[float, float]]] = {
 }
 """kvpress's public leaderboard, Qwen3 8B and Llama 3.1 8B: RULER of 4,096 tokens, 13 tasks, a quarter kept, 2026-11."""
 RESAMPLES = 4000
+FP8 = "full in fp8"
+FORMATS = {
+    "kvzip": "bfloat16",
+    "kvzip front=int8": "front: int8",
+    "kvzip front=int4": "front: int4",
+    FP8: "the whole cache in fp8, nothing evicted",
+}
+"""Names by policy."""
 
 OTHERS = "## Other models\n\nThe same prompts (`--model`), of two tasks. These models took no part in any choice."
 HELD_OUT = """## Held out
@@ -385,7 +395,7 @@ def page(cells: list[Cell], found: Recommendations) -> str:
     ):
         if sections := [line for place in places for line in section("###", *place)]:
             lines += [heading, "", *sections]
-    return "\n".join([*lines, *order(cells)])
+    return "\n".join([*lines, *fewer_bits(cells), *order(cells)])
 
 
 def screened(cells: list[Cell], shown: set[str]) -> list[str]:
@@ -419,6 +429,45 @@ def defaults(found: Recommendations) -> list[str]:
         "these, a default stays until another is significantly better.",
         "",
     ]
+
+
+def by_format(cells: Iterable[Cell]) -> tuple[int, dict[str, Row]]:
+    """``kvzip`` by how its fronts are stored, and the full cache in 8 bits, as if that were a budget; and the number of
+    prompts."""
+    run = [cell for cell in cells if (cell.run, cell.model) == ("fronts-later", MODEL)]
+    run += [replace(cell, policy=FP8, budget=1.0) for cell in cells if (cell.run, cell.model) == ("fronts-fp8", MODEL)]
+    tasks, rows = rows_of(run)
+    by_policy = {row.policy: row for row in rows}
+    samples = sum(len(common) for (task, budget), common in common_samples(run).items() if task in tasks and not budget)
+    return samples, {name: by_policy[policy] for policy, name in FORMATS.items() if policy in by_policy}
+
+
+def fewer_bits(cells: list[Cell]) -> list[str]:
+    """A section about fronts in fewer bits, with a plot and its numbers."""
+    samples, rows = by_format(cells)
+    if not rows:
+        return []
+    labels = "bytes held, as a share of the full bfloat16 cache's", "score, as a share of the full cache's"
+    points = {name: [(row.held[budget], row.score[budget]) for budget in row.score] for name, row in rows.items()}
+    plot_lines(PLOT, labels, points)
+    budgets = sorted({budget for row in rows.values() for budget in row.score if budget}, reverse=True)
+    lines = [
+        "## Fewer entries, or fewer bits",
+        "",
+        "![score against bytes](../benchmarks/results/fronts.svg)",
+        "",
+        f"`kvzip`, {MODEL}, the question later: what [fronts in 8 or 4",
+        "bits](request-field.md#fronts-in-8-or-4-bits) hold and score beside those in bfloat16, by budget (1.0 evicts",
+        f"nothing). {samples} prompts of [these tasks](../configs/eval/fronts-later.yaml), too few to tell small",
+        "differences.",
+        "",
+        "| stored as | " + " | ".join(f"{budget}: bytes | score" for budget in budgets) + " |",
+        "|---|" + "---:|---:|" * len(budgets),
+    ]
+    for name, row in rows.items():
+        parts = [f"{row.held[b]:.2f} | {row.score[b]:.2f}" if b in row.score else " | " for b in budgets]
+        lines.append(f"| {name} | " + " | ".join(parts) + " |")
+    return [*lines, ""]
 
 
 def order(cells: list[Cell]) -> list[str]:

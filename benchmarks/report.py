@@ -113,14 +113,16 @@ def plot_bars(path: Path, title: str, panels: dict[str, dict[str, Spread]]) -> N
     figure.savefig(path, metadata={"Date": None})
 
 
-def plot_lines(path: Path, labels: tuple[str, str], lines: dict[str, tuple[Sequence[float], Sequence[float]]]) -> None:
-    """labels: of the x and y axis. lines: x and y values by name."""
+def plot_lines(path: Path, labels: tuple[str, str], lines: dict[str, Sequence[tuple[float, float]]]) -> None:
+    """labels: of the x and y axis. lines: points by name."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    for name, (xs, ys) in lines.items():
-        axis.plot(xs, ys, label=name)
-    axis.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+    for name, points in lines.items():
+        axis.plot(*zip(*points, strict=True), label=name, marker="o")
+    axis.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, None), ylim=(0, None))
     axis.legend()
-    figure.savefig(path, metadata={"Date": None})
+    with rc_context({"svg.hashsalt": path.stem}):  # the same file each time
+        figure.savefig(path, metadata={"Date": None})

@@ -9,6 +9,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
+import leaderboard  # noqa: E402
 from leaderboard import ENOUGH, MODEL, Cell, deciding_cells, level_with_best, ranked_for_default, rows_of, table  # noqa: E402
 
 
@@ -56,6 +57,20 @@ def test_a_default_stays_until_another_is_better():
     for score, ranked in ((0.55, ["h2o", "snapkv"]), (0.05, ["snapkv", "h2o"])):
         _, rows = board(kvzip=1.0, snapkv=0.6, h2o=score)
         assert [row.policy for row in ranked_for_default(rows, {"h2o"})] == ["kvzip", *ranked]
+
+
+def test_fewer_bits_are_drawn_by_what_they_hold_and_score(tmp_path, monkeypatch):
+    monkeypatch.setattr(leaderboard, "PLOT", tmp_path / "fronts.svg")
+    full = replace(cell("full", "one", [1.0, 1.0]), run="fronts-later")
+    coded = replace(full, policy="kvzip front=int8", parameters={"policy": "kvzip"}, bytes=50.0)
+    half = [replace(coded, budget=1.0), replace(coded, budget=0.5, scores={0: 1.0, 1: 0.0}, bytes=30.0)]
+    cells = [full, *half, replace(full, run="fronts-fp8", bytes=60.0), cell("full", "one", [1.0])]
+    text = "\n".join(leaderboard.fewer_bits(cells))
+    assert "| front: int8 | 0.50 | 1.00 | 0.30 | 0.50 |" in text and "nothing). 2 prompts of" in text
+    assert "| the whole cache in fp8, nothing evicted | 0.60 | 1.00 |  |  |" in text
+    drawn = leaderboard.PLOT.read_text()
+    assert drawn.count("<svg") == 1 and leaderboard.fewer_bits(cells) and leaderboard.PLOT.read_text() == drawn
+    assert leaderboard.fewer_bits(cells[-1:]) == []
 
 
 def test_the_papers_table_is_what_the_command_prints():
