@@ -30,6 +30,8 @@ FIELDS = {
     "pages of heads": {"policy": "adakv", "budget": 0.25},
     "layers": {"policy": "pyramidkv", "budget": 0.3},
     "refreshes": {"policy": "snapkv", "budget": 80, "window_size": 16, "refresh": {"every": 20}},
+    "fewer bits": {"policy": "adakv", "budget": 0.5, "front": "int8"},
+    "fewer bits alone": {"policy": "kvzip_once", "budget": 1.0, "front": "int4"},
     "never": {"policy": "snapkv", "budget": 2000},
     "none": None,
 }

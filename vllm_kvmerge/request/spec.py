@@ -245,7 +245,7 @@ class CompressionSpec(CommonFields):
         return self.policy.capacity(self.resolve_budget(num_context_tokens))
 
     def never_compresses(self, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """True if the cache can never hold more entries than the budget, as they are, so that plain attention is exact."""
+        """True if the cache can never hold more entries than the budget, all as they are: plain attention is exact."""
         budget = self.resolve_budget(self.resolve_context(num_prompt_tokens))
         return self.front is None and budget >= num_prompt_tokens + max_tokens
 
