@@ -122,7 +122,8 @@ def plot_lines(path: Path, labels: tuple[str, str], lines: dict[str, Sequence[tu
     axis = figure.subplots()
     for name, points in lines.items():
         axis.plot(*zip(*points, strict=True), label=name, marker="o")
-    axis.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, None), ylim=(0, None))
-    axis.legend()
+    highest = max(y for points in lines.values() for _, y in points)
+    axis.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, None), ylim=(0, 1.05 * highest))
+    axis.legend(loc="lower right")
     with rc_context({"svg.hashsalt": path.stem}):  # the same file each time
         figure.savefig(path, metadata={"Date": None})
