@@ -254,7 +254,7 @@ def asked() -> list[dict[str, Any]]:
         {"policy": "h2o", "decode": "bounded", "positions": "cache"},
         {"policy": "snapkv", "budget": {"threshold": 0.01, "max": 0.8}, "decode": "bounded"},
         {"policy": "snapkv", "front": "int8"},
-        {"policy": "expected_attention", "decode": "grow", "front": "int4", "context_tokens": 150},
+        {"policy": "expected_attention", "decode": "grow", "front": "int4", "budget": 1.0},
     ]
 
 

@@ -38,6 +38,7 @@ FIELDS = {
     "matching": ("keydiff", {"merger": "attention_matching"}),
     **{front: ("snapkv", {"front": front, "merger": "zip", "decode": "grow"}) for front in CODINGS},
     **{f"{front} of uneven heads": ("kvzip", {"front": front}) for front in CODINGS},
+    **{f"{front} alone": ("snapkv", {"front": front, "budget": 1.0}) for front in CODINGS},
     "protect": ("keepkv", {"protect": {"tokens": [[10, 40]]}}),
     "positions": ("morphkv", {"positions": "cache"}),
     "positions of uneven heads": ("adakv", {"positions": "cache", "decode": "bounded"}),
