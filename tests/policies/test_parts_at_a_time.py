@@ -8,7 +8,7 @@ from vllm_kvmerge.ops import similarity
 from vllm_kvmerge.policies import CompressionContext
 from vllm_kvmerge.policies import entries as entries_module
 from vllm_kvmerge.policies.mergers import residual
-from vllm_kvmerge.policies.selectors import Critical, ExpectedAttention, KeyDiff, KeyNorm
+from vllm_kvmerge.policies.selectors import Critical, ExpectedAttention, KeyDiff, KeyNorm, ValueLeverage
 
 
 def test_joining_in_parts(monkeypatch):
@@ -23,7 +23,7 @@ def test_joining_in_parts(monkeypatch):
 
 @pytest.mark.parametrize(
     "selector",
-    [KeyNorm(), KeyDiff(), Critical(window_size=2, kernel_size=1), ExpectedAttention()],
+    [KeyNorm(), KeyDiff(), ValueLeverage(), Critical(window_size=2, kernel_size=1), ExpectedAttention()],
     ids=lambda s: s.name,
 )
 def test_selectors_that_read_all_keys_or_values(selector, monkeypatch):

@@ -25,7 +25,9 @@ from vllm_kvmerge.policies.selectors import (
     SinkRecent,
     TopScores,
     Tova,
+    ValueLeverage,
     WindowTopK,
+    value_leverage,
 )
 
 SINKS, WINDOWS = st.integers(0, 3), st.integers(0, 4)
@@ -61,6 +63,16 @@ def chunk_means(values: list[float], size: int, last: int) -> list[float]:
 def by_difference(selector: KeyDiff, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
     keys = torch.nn.functional.normalize(entries.keys[head, order].double(), dim=-1)
     return (-torch.cosine_similarity(keys, keys.mean(0, keepdim=True))).tolist()
+
+
+def by_leverage_of_values(
+    selector: ValueLeverage, entries: Entries, head: int, order: list[int], end: int
+) -> list[float]:
+    values = entries.values[head, order].double()
+    values = values - values.mean(0)
+    gram = values.T @ values
+    ridge = value_leverage.RIDGE * gram.diagonal().mean() + 1e-30
+    return (values @ torch.linalg.inv(gram + ridge * torch.eye(len(gram))) * values).sum(1).tolist()
 
 
 def by_draw(selector: RandomKeep, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
@@ -116,6 +128,7 @@ CASES = {
         lambda _, entries, head, order, end: (-entries.keys[head, order].norm(dim=-1)).tolist(),
     ),
     "keydiff": (st.builds(KeyDiff, num_sink_tokens=SINKS, recent_window=WINDOWS), by_difference),
+    "value_leverage": (st.builds(ValueLeverage, num_sink_tokens=SINKS, recent_window=WINDOWS), by_leverage_of_values),
     "tova": (
         st.builds(Tova, recent_window=WINDOWS),
         lambda _, entries, head, order, end: entries.scores.mean(0)[order].tolist(),

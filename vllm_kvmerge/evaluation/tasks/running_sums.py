@@ -15,6 +15,7 @@ pork lamb fish shrimp crab tuna salmon bacon ham sausage soup salad pizza cake p
 vanilla cinnamon ginger mint basil thyme sage parsley nut almond walnut peanut bean pea corn oat wheat barley
 soap brush towel candle match paper pencil pen ink glue tape
 """
+_NAMES = [*_GOODS.split(), *(f"{size} {name}" for size in ("small", "large") for name in _GOODS.split())]
 
 _ASKED = (
     "This is a list of goods and their prices. Add up the prices one by one, from the first to the last. Write a line "
@@ -34,13 +35,13 @@ class RunningSums(Task):
     source = "own"
     metric = "right lines"
 
-    goods: int = Field(60, ge=4, le=len(_GOODS.split()), description="Lines of the list.")
+    goods: int = Field(60, ge=4, le=len(_NAMES), description="Lines of the list.")
 
     def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
         return [self._sample(random.Random(f"{seed} {index}"), tokenizer) for index in range(count)]
 
     def _sample(self, rng: random.Random, tokenizer: Tokenizer) -> Sample:
-        prices = {name: rng.randint(1, 9) for name in rng.sample(_GOODS.split(), self.goods)}
+        prices = {name: rng.randint(1, 9) for name in rng.sample(_NAMES[: max(self.goods, len(_NAMES) // 3)], self.goods)}
         lines, total = [], 0
         for name, price in prices.items():
             lines.append(f"{name}: {total} + {price} = {total + price}")
@@ -54,7 +55,7 @@ class RunningSums(Task):
     def score(self, sample: Sample, completion: Completion) -> float:
         found: dict[str, tuple[int, ...]] = {}
         text = sample.answer_prefix + completion.text
-        for name, *numbers in re.findall(r"^(\w+): (\d+) \+ (\d+) = (\d+)$", text, re.MULTILINE):
+        for name, *numbers in re.findall(r"^([\w ]+): (\d+) \+ (\d+) = (\d+)$", text, re.MULTILINE):
             found.setdefault(name, tuple(map(int, numbers)))
         right, before = -3, 0
         for name, price in sample.data["prices"].items():

@@ -15,4 +15,5 @@ from vllm_kvmerge.policies.selectors.sink_recent import SinkRecent as SinkRecent
 from vllm_kvmerge.policies.selectors.top_scores import TopScores as TopScores
 from vllm_kvmerge.policies.selectors.tova import Tova as Tova
 from vllm_kvmerge.policies.selectors.triattention import TriAttention as TriAttention
+from vllm_kvmerge.policies.selectors.value_leverage import ValueLeverage as ValueLeverage
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK as WindowTopK

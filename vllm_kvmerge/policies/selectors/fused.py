@@ -17,10 +17,13 @@ from vllm_kvmerge.policies.selectors.ranked import RankedSelector
 from vllm_kvmerge.policies.selectors.recent_queries import RecentQueries
 from vllm_kvmerge.policies.selectors.rkv import RedundancyAware
 from vllm_kvmerge.policies.selectors.top_scores import TopScores
+from vllm_kvmerge.policies.selectors.value_leverage import ValueLeverage
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
 from vllm_kvmerge.policies.tiles import in_tiles
 
-Member = Literal["compactor", "expected_attention", "keydiff", "knorm", "morphkv", "rkv", "snapkv", "top_scores"]
+Member = Literal[
+    "compactor", "expected_attention", "keydiff", "knorm", "morphkv", "rkv", "snapkv", "top_scores", "value_leverage"
+]
 """Selectors that rank each head's entries by themselves."""
 
 
@@ -61,6 +64,7 @@ class Fused(Selector):
     rkv: Annotated[RedundancyAware, _object(RedundancyAware)] = RedundancyAware.model_construct()
     snapkv: Annotated[WindowTopK, _object(WindowTopK)] = WindowTopK.model_construct()
     top_scores: Annotated[TopScores, _object(TopScores)] = TopScores.model_construct()
+    value_leverage: Annotated[ValueLeverage, _object(ValueLeverage)] = ValueLeverage.model_construct()
 
     @property
     def members(self) -> "tuple[RankedSelector | WindowTopK, ...]":
