@@ -84,7 +84,7 @@ def test_presets_own_defaults_are_listed():
     text = (ROOT / "docs" / "policies.md").read_text()
     table = text.partition("## Defaults of presets")[2].partition("\n## ")[0]
     listed = {
-        name: dict(re.findall(r"`(\w+): ([\w.]+)`", values))
+        name: dict(re.findall(r"`(\w+): ([\w.]+|\[.*?\])`", values))
         for names, values in re.findall(r"^\| (`[a-z].*?) \| (.*) \|$", table, re.M)
         for name in re.findall(r"\w+", names)
     }
@@ -93,7 +93,7 @@ def test_presets_own_defaults_are_listed():
         parts = [PARTS[kind][getattr(preset, kind)] for kind in PARTS]
         fields = {name: info.default for part in parts for name, info in part.model_fields.items()}
         if changed := {name: value for name, value in preset.defaults.items() if value != fields[name]}:
-            differing[preset.name] = {name: str(value).removesuffix(".0") for name, value in changed.items()}
+            differing[preset.name] = {name: str(value).removesuffix(".0").replace("'", "") for name, value in changed.items()}
     assert listed == differing
 
 

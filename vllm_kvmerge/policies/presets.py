@@ -73,6 +73,8 @@ _register("fused", "Best rank by two selectors", "none fused drop adaptive")
 _register("adakv", "Ada-KV, Feng et al., arXiv:2407.11550", "sum snapkv drop adaptive", **WINDOW)
 # Each head keeps its newest entry too, from which generation goes on.
 _register("kvzip", "KVzip, Kim et al., arXiv:2505.23416", "reconstruction top_scores drop global", decode="grow")
-_register("kvzip_once", "KVzip's scores from one reading", "lookahead top_scores drop global", decode="grow")
+# Heads get budgets by KVzip's scores from one reading, and keep entries of the best rank by them or by their values.
+ONCE: dict[str, Any] = {"of": ["top_scores", "value_leverage"], "floor_share": 0.2}
+_register("kvzip_once", "KVzip's scores from one reading, and values", "lookahead fused drop global", "grow", **ONCE)
 # The source evicts by a threshold alone: budget {"threshold": 0.018, ...} is its ln t = -4. Scores are not pooled.
 _register("kvzap", "KVzap, arXiv:2601.07891", "predicted snapkv drop global", window_size=128, kernel_size=1)
