@@ -6,11 +6,12 @@
 ``train`` fits the feature maps of each layer, for two rules of eviction, to stretches of texts in the folder;
 ``compare`` reads other files. A prompt is compressed at its end, and the answer, the text after it, stays as it is.
 Loss: -ln p per token of the answer. A state of R rows in float32 takes the bytes of R + 1 entries in bfloat16, so the
-rule keeps as many fewer beside it.
+rule keeps as many fewer beside it. Results in the same file stay, as ``earlier``.
 """
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -24,6 +25,8 @@ from report import save
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, pad, scaled_dot_product_attention
 
+from vllm_kvmerge.cli.train_kvzap import _load, _texts
+from vllm_kvmerge.demo.recall import training_sample
 from vllm_kvmerge.evaluation.summary import bootstrap_interval, print_table
 from vllm_kvmerge.policies import CompressionContext, CompressionPolicy, CompressionResult, Entries, Merger, Queries
 from vllm_kvmerge.policies.mergers import DropMerger, ResidualMerger, ZipMerger
@@ -154,8 +157,6 @@ class Model:
     def __init__(self, name: str, prompt: int) -> None:
         from transformers import AttentionInterface
 
-        from vllm_kvmerge.cli.train_kvzap import _load
-
         self.model, self.tokenizer = _load(name, "cpu")
         self.prompt, self.fronts, self.seen = prompt, list[Front](), list[Any]()
         AttentionInterface.register("less", self._attend)
@@ -253,6 +254,19 @@ class Case:
     losses: list[float]
 
 
+def stretches(model: Model, args: argparse.Namespace) -> Iterator[Tensor]:
+    """Token ids of texts in the folder; without one, facts, and questions about them as answer."""
+    length = args.prompt + args.answer + 1
+    if args.texts is None:
+        rng = np.random.default_rng(0)
+        while True:
+            ids, _ = training_sample(rng, length, args.prompt // 40, args.answer // 7)
+            yield torch.from_numpy(ids)
+    drawn = argparse.Namespace(**vars(args), seed=0, max_tokens=length + 64, num_texts=1_000_000)
+    texts = (torch.tensor(model.tokenizer.encode(text)[:length]) for text in _texts(drawn))
+    yield from (ids for ids in texts if len(ids) == length)
+
+
 def train(model: Model, texts: list[Tensor], args: argparse.Namespace) -> None:
     """Writes the maps of all layers for each rule and share, and prints what they leave of eviction's error."""
     args.kernels.mkdir(parents=True, exist_ok=True)
@@ -312,16 +326,18 @@ def show(losses: dict[str, list[float]], args: argparse.Namespace) -> None:
     cells = [(f"{rule} {share}", MERGERS[rule]) for rule, share in product(RULES, args.shares)]
     less = [(f"{cell} LESS", f"{cell} {name}") for cell, mergers in cells for name in mergers]
     pairs("Loss (less is better)", [losses], less)
-    save(args.output, vars(args), [Case(name, some) for name, some in losses.items()])
+    earlier = []
+    if args.output.exists():
+        last = json.loads(args.output.read_text())
+        earlier = [*last.pop("earlier", []), last]
+    save(args.output, vars(args), [Case(name, some) for name, some in losses.items()], earlier=earlier)
 
 
 def main() -> None:
-    from vllm_kvmerge.cli.train_kvzap import _texts
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["train", "compare"])
     parser.add_argument("--model", default="smollm2", help="demo, or a name that serve knows")
-    parser.add_argument("--texts", type=Path, help="a folder; default: the demo model's")
+    parser.add_argument("--texts", type=Path, help="a folder; default: the demo model's facts and questions")
     parser.add_argument("--count", type=int, default=24, help="stretches of text")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.125], help="of the prompt's entries")
     for name, default in (("prompt", 1024), ("answer", 256), ("rank", 8), ("hidden", 128), ("epochs", 10)):
@@ -330,10 +346,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/less.json"))
     args = parser.parse_args()
     torch.manual_seed(0)
-    model, length = Model(args.model, args.prompt), args.prompt + args.answer + 1
-    drawn = argparse.Namespace(**vars(args), seed=0, max_tokens=length + 64, num_texts=1_000_000)
-    texts = (torch.tensor(model.tokenizer.encode(text)[:length]) for text in _texts(drawn))
-    both = list(islice((ids for ids in texts if len(ids) == length), 2 * args.count))
+    model = Model(args.model, args.prompt)
+    both = list(islice(stretches(model, args), 2 * args.count))
     if args.step == "train":
         train(model, both[1::2], args)
     else:

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument(
         "--policies", nargs="+", default=["snapkv", "expected_attention", "fused", "kvzip_once", "kvzip"]
     )
+    parser.add_argument("--kvzap", help="folder of the model's KVzap model, for --policies kvzap")
     arguments = parser.parse_args()
     engine = plugin_engine(
         named(arguments.model),
@@ -34,6 +35,7 @@ def main() -> None:
         load_format="auto",
         skip_tokenizer_init=False,
         dtype="bfloat16",
+        additional_config={"kvmerge": {"max_compaction_seconds": 600, "kvzap": arguments.kvzap}},
     )
     from vllm import SamplingParams
 
