@@ -111,15 +111,18 @@ def test_adaptive_against_a_loop(seed, num_heads, n, floor_share, max_share, dat
 
 
 @examples(50)
-@given(SEEDS, st.integers(1, 4), st.integers(1, 3), st.integers(3, 40), st.floats(1.0, 4.0), st.data())
-def test_a_budget_for_all_heads_of_all_layers(seed, num_layers, num_heads, n, max_share, data):
+@given(
+    SEEDS, st.integers(1, 4), st.integers(1, 3), st.integers(3, 40), st.floats(0.0, 1.0), st.floats(1.0, 4.0), st.data()
+)
+def test_a_budget_for_all_heads_of_all_layers(seed, num_layers, num_heads, n, floor_share, max_share, data):
     """Between least and most, a head has the entries above a threshold that is the same in all layers."""
     entries = random_entries(seed, num_layers * num_heads, n)
     budget = data.draw(st.integers(1, n - 1))
-    least, allocator = data.draw(st.integers(0, budget)), AllHeads(max_share=max_share)
+    least, allocator = data.draw(st.integers(0, budget)), AllHeads(floor_share=floor_share, max_share=max_share)
     mass = entries.scores.abs()
     context = context_of(entries, allocator, budget, min_budget=least, num_layers=num_layers)
     budgets = allocator.pooled_budgets(mass, context).tolist()
+    least = max(least, int(floor_share * budget))
     assert sum(budgets) == num_layers * num_heads * budget
     most = min(n, allocator.capacity(budget))
     assert all(least <= one <= most for one in budgets)
