@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import refusal
@@ -65,6 +66,17 @@ def test_texts_of_ones_own(capsys, tmp_path):
     assert "2 of 2 texts" in capsys.readouterr().out
     assert all(torch.isfinite(module.weight).all() for module in Surrogate.load(str(tmp_path / "kvzap")).layers)
     assert "texts.jsonl: line 3 must be a" in refusal(capsys, *command)
+
+
+def test_texts_of_tasks(tmp_path):
+    """Contexts without their questions, task by task."""
+    tasks = [{"task": "demo_recall", "length": 200}, {"task": "demo_recall", "length": 300}]
+    data = {"model": "demo", "policies": ["full"], "tasks": tasks, "samples": 3, "seed": 7}
+    (tmp_path / "texts.yaml").write_text(yaml.safe_dump(data))
+    command = ["demo", "--texts", str(tmp_path / "texts.yaml"), "--num-texts", "5", "--output", str(tmp_path)]
+    texts, tokenizer = list(_texts(_arguments(command))), AutoTokenizer.from_pretrained(demo.model_path())
+    assert len(texts) == len(set(texts)) == 5
+    assert [len(tokenizer.encode(text)) // 100 for text in texts] == [1, 2, 1, 2, 1]
 
 
 def test_texts_of_a_folder(capsys, tmp_path):

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,8 @@ from vllm_kvmerge.demo import named
 from vllm_kvmerge.engine.served_model import TokenizedModel
 from vllm_kvmerge.engine.surrogate import Surrogate, SurrogateConfig, fingerprint
 from vllm_kvmerge.errors import CommandError
+from vllm_kvmerge.evaluation.config import read_config
+from vllm_kvmerge.evaluation.runner import chat_frame
 from vllm_kvmerge.policies.trackers import ReconstructionTracker
 
 LEAST_SCORE = 1e-30
@@ -85,8 +87,8 @@ def _arguments(argv: list[str]) -> Namespace:
         "--texts",
         type=Path,
         metavar="PATH",
-        help='.jsonl, a {"text": ...} per line, or a folder, of whose text files stretches are drawn; default: of '
-        "the demo model",
+        help='.jsonl, a {"text": ...} per line; a folder, of whose text files stretches are drawn; or .yaml, a '
+        "configuration of vllm-kvmerge eval, for its tasks' contexts; default: of the demo model",
     )
     parser.add_argument(
         "--hidden-dim", type=_at_least(0), default=512, metavar="N", help="of each layer's MLP; 0: linear layers"
@@ -131,6 +133,9 @@ def _texts(args: Namespace) -> Iterator[str]:
     if args.texts.is_dir():
         yield from _stretches(args)
         return
+    if args.texts.suffix in (".yaml", ".yml"):
+        yield from _contexts(args)
+        return
     try:
         with args.texts.open() as file:
             lines = list(islice(file, args.num_texts))
@@ -158,6 +163,21 @@ def _stretches(args: Namespace) -> Iterator[str]:
         text = files[number].read_text(errors="replace")
         start = int(rng.integers(max(1, len(text) - length)))
         yield text[text.rfind("\n", 0, start) + 1 :][:length]
+
+
+def _contexts(args: Namespace) -> Iterator[str]:
+    """Of the tasks' samples, in the order in which an evaluation takes them: the first of each task, the second, ..."""
+    from transformers import AutoTokenizer
+
+    config, tokenizer = read_config(args.texts, {}), AutoTokenizer.from_pretrained(named(args.model))
+    before = {entry.label: chat_frame(tokenizer)[0] for entry in config.tasks if config.in_chat_template(entry)}
+    drawn = [
+        [before.get(entry.label, "") + (sample.context or sample.prompt) for sample in samples]
+        for entry in config.tasks
+        for samples in [entry.task.samples(config.samples_of(entry), config.seed, tokenizer)]
+    ]
+    texts = (text for row in zip_longest(*drawn) for text in row if text is not None)
+    yield from islice(texts, args.num_texts)
 
 
 def _load(name: str, device: str) -> tuple[Any, Any]:
