@@ -223,6 +223,11 @@ class Row:
         return bool(self.parameters) and self._parsed.policy.tracker.repeats_context
 
     @property
+    def takes_cached(self) -> bool:
+        """False if prompts are computed whole, whatever the prefix cache has of them."""
+        return not self.parameters or self._parsed.policy.tracker.prompt_window != "all"
+
+    @property
     def for_turns(self) -> bool:
         """True if it suits chats that go on from what their last turn has left."""
         try:
@@ -297,7 +302,8 @@ def level_with_best(rows: list[Row]) -> set[str]:
 def ranked_for_default(rows: list[Row], current: set[str]) -> list[Row]:
     """By score, behind the default, and behind those of ``current`` that are level with the best of their kind."""
     level, ranked = level_with_best(rows), [row for row in rows if DECIDING in row.score]
-    chosen = next((row for row in ranked if row.policy in level and not row.reads_twice), ranked[0])
+    candidates = [row for row in ranked if row.takes_cached]
+    chosen = next((row for row in candidates if row.policy in level and not row.reads_twice), candidates[0])
     turns = [row for row in ranked if row.for_turns]
     kinds = [kind for kind in (turns, [row for row in turns if not row.uneven]) if kind]
     stays = current & {policy for kind in kinds for policy in level_with_best(kind)}
@@ -426,7 +432,8 @@ def defaults(found: Recommendations) -> list[str]:
         *lines,
         "",
         "The best policy for the case, unless policies that read the prompt once match it: then the best of those. Of",
-        "these, a default stays until another is significantly better.",
+        "these, a default stays until another is significantly better. Policies that compute prompts whole, whatever the",
+        "prefix cache has of them (`kvzip_once`, `kvzap`), are no defaults.",
         "",
     ]
 

@@ -93,7 +93,9 @@ def test_presets_own_defaults_are_listed():
         parts = [PARTS[kind][getattr(preset, kind)] for kind in PARTS]
         fields = {name: info.default for part in parts for name, info in part.model_fields.items()}
         if changed := {name: value for name, value in preset.defaults.items() if value != fields[name]}:
-            differing[preset.name] = {name: str(value).removesuffix(".0").replace("'", "") for name, value in changed.items()}
+            differing[preset.name] = {
+                name: str(value).removesuffix(".0").replace("'", "") for name, value in changed.items()
+            }
     assert listed == differing
 
 

@@ -41,7 +41,9 @@ class RunningSums(Task):
         return [self._sample(random.Random(f"{seed} {index}"), tokenizer) for index in range(count)]
 
     def _sample(self, rng: random.Random, tokenizer: Tokenizer) -> Sample:
-        prices = {name: rng.randint(1, 9) for name in rng.sample(_NAMES[: max(self.goods, len(_NAMES) // 3)], self.goods)}
+        prices = {
+            name: rng.randint(1, 9) for name in rng.sample(_NAMES[: max(self.goods, len(_NAMES) // 3)], self.goods)
+        }
         lines, total = [], 0
         for name, price in prices.items():
             lines.append(f"{name}: {total} + {price} = {total + price}")
