@@ -432,8 +432,8 @@ def defaults(found: Recommendations) -> list[str]:
         *lines,
         "",
         "The best policy for the case, unless policies that read the prompt once match it: then the best of those. Of",
-        "these, a default stays until another is significantly better. Policies that compute prompts whole, whatever the",
-        "prefix cache has of them (`kvzip_once`, `kvzap`), are no defaults.",
+        "these, a default stays until another is significantly better. Policies that compute prompts whole, whatever",
+        "the prefix cache has of them (`kvzip_once`, `kvzap`), are no defaults.",
         "",
     ]
 
