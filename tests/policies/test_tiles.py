@@ -60,7 +60,7 @@ def test_only_what_may_be_left_is_cut():
 @pytest.mark.parametrize("policy", ["keepkv", "d2o", "kvmerger", "rkv", "criticalkv", "grkv", "fused"])
 @pytest.mark.parametrize("at_prompt_end", [True, False])
 def test_policies_come_to_the_same_in_tiles(policy, at_prompt_end, monkeypatch):
-    fused = {"policy": "rkv", "selector": "fused", "of": ["keydiff", "rkv"]}
+    fused = {"policy": "rkv", "selector": "fused", "of": ["value_leverage", "rkv"]}
     config = parse_compression((fused if policy == "fused" else {"policy": policy}) | {"budget": 60})
     entries = random_entries(5, num_heads=4, n=300, head_size=32)
     entries.log_votes[:, :100] = 0.5

@@ -4,7 +4,7 @@ Nothing waits inside a policy: it is asked again from the start, and tiles that 
 what lies between tiles is computed anew, and has to depend on a policy's arguments alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -99,6 +99,13 @@ def num_tiles(count: int, products: int, device: torch.device) -> int:
     if _memory.get() is None or device.type != "cpu":
         return 1
     return max(1, min(count, -(-count * products // TILE_PRODUCTS)))
+
+
+def mapped_in_tiles(function: Callable[[Tensor], R], parts: Sequence[Tensor], products: int) -> list[R]:
+    """``function`` of all parts, each of which takes so many ``products``; as many parts at a time as make a tile."""
+    size = -(-len(parts) // num_tiles(len(parts), products, parts[0].device))
+    groups = [parts[first : first + size] for first in range(0, len(parts), size)]
+    return [one for some in in_tiles(len(groups), lambda number: list(map(function, groups[number]))) for one in some]
 
 
 Similar = tuple[Tensor, Tensor]

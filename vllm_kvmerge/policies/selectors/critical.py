@@ -1,6 +1,5 @@
 """Selector that also weighs how much an entry's value can change the layer's output."""
 
-from itertools import chain
 from typing import cast
 
 import torch
@@ -14,7 +13,7 @@ from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.indexing import padded_nonzero, top
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.window_topk import WindowTopK
-from vllm_kvmerge.policies.tiles import in_tiles, num_tiles
+from vllm_kvmerge.policies.tiles import in_tiles, mapped_in_tiles, num_tiles
 
 ALIKE = 0.5
 """Share of the least score among as many as are wanted, above which others are like them."""
@@ -72,11 +71,8 @@ def largest_weighed(ranking: Tensor, chosen: Tensor, entries: Entries, counts: T
 
     def weigh(mask: Tensor) -> None:
         parts = padded_nonzero(mask).split(PART_ENTRIES, dim=1)
-        count = num_tiles(len(parts), PART_ENTRIES * weights.shape[0] * products_of(weights), mask.device)
-        size = -(-len(parts) // count)
-        groups = [parts[first : first + size] for first in range(0, len(parts), size)]
-        weighed_parts = in_tiles(len(groups), lambda number: [norms_of(part) for part in groups[number]])
-        for part, norms in zip(parts, chain.from_iterable(weighed_parts), strict=True):
+        weighed_parts = mapped_in_tiles(norms_of, parts, PART_ENTRIES * weights.shape[0] * products_of(weights))
+        for part, norms in zip(parts, weighed_parts, strict=True):
             for head, some in enumerate(norms):
                 index = part[head, : len(some)]
                 weighed[head, index] = (ranking[head, index] * some).nan_to_num(nan=lowest, neginf=lowest)

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries
+from vllm_kvmerge.policies.base import DEAD, CompressionContext, Entries, HeadShape
+from vllm_kvmerge.policies.entries import PART_ENTRIES
 from vllm_kvmerge.policies.registry import register
 from vllm_kvmerge.policies.selectors.ranked import RankedSelector
+from vllm_kvmerge.policies.tiles import mapped_in_tiles
 
 RIDGE = 1e-3
 """Added to the diagonal of the values' Gram matrix, as a share of its mean."""
@@ -27,17 +29,30 @@ class ValueLeverage(RankedSelector):
 
     def ranking(self, entries: Entries, importance: Tensor, protected: Tensor, context: CompressionContext) -> Tensor:
         parts = list(entries.parts())
-        mean = sum(_values(entries, part).sum(1, keepdim=True) for part in parts)
-        mean = mean / entries.num_live.clamp(min=1)[:, None, None]
-        gram = sum((centred := _values(entries, part, mean)).mT @ centred for part in parts)
-        diagonal = gram.diagonal(dim1=1, dim2=2)
-        diagonal.add_(RIDGE * diagonal.mean(1, keepdim=True) + torch.finfo(torch.float32).tiny)
+        work = parts[0].numel() * entries.values_at(parts[0][:, :1]).shape[2] ** 2
+        sums, grams = zip(*mapped_in_tiles(lambda part: _moments(_values(entries, part)), parts, work), strict=True)
+        total, uncentred = sum(sums), sum(grams)
+        mean = total / entries.num_live.clamp(min=1)[:, None, None]
+        gram = uncentred - total.mT @ mean
+        spread, rounding = (RIDGE * of.diagonal(dim1=1, dim2=2).mean(1) for of in (gram, 1e-9 * uncentred))
+        ridge = spread.clamp(min=0.0) + rounding + torch.finfo(torch.float32).tiny
+        gram.diagonal(dim1=1, dim2=2).add_(ridge.unsqueeze(1))
         factor = torch.linalg.cholesky_ex(gram).L.mT
-        scores = [
-            torch.linalg.solve_triangular(factor, _values(entries, part, mean), upper=True, left=False).square_().sum(2)
-            for part in parts
-        ]
-        return torch.cat(scores, dim=1).to(entries.scores.dtype)
+
+        def scores_of(part: Tensor) -> Tensor:
+            centred = _values(entries, part, mean)
+            return torch.linalg.solve_triangular(factor, centred, upper=True, left=False).square_().sum(2)
+
+        return torch.cat(mapped_in_tiles(scores_of, parts, work), dim=1).to(entries.scores.dtype)
+
+    def held(self, shape: HeadShape) -> int:
+        # Of each part, the products in float64.
+        return 2 * shape.head_size**2 * (2 + shape.num_entries // PART_ENTRIES)
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of values ``[H, m, d]``, ``[H, 1, d]``, and of their products, ``[H, d, d]``."""
+    return values.sum(1, keepdim=True), values.mT @ values
 
 
 def _values(entries: Entries, part: Tensor, mean: Tensor | float = 0.0) -> Tensor:
