@@ -112,7 +112,13 @@ def test_adaptive_against_a_loop(seed, num_heads, n, floor_share, max_share, dat
 
 @examples(50)
 @given(
-    SEEDS, st.integers(1, 4), st.integers(1, 3), st.integers(3, 40), st.floats(0.0, 1.0), st.floats(1.0, 4.0), st.data()
+    SEEDS,
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(3, 40),
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    st.floats(1.0, 4.0),
+    st.data(),
 )
 def test_a_budget_for_all_heads_of_all_layers(seed, num_layers, num_heads, n, floor_share, max_share, data):
     """Between least and most, a head has the entries above a threshold that is the same in all layers."""
