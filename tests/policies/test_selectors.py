@@ -224,6 +224,19 @@ def test_a_fused_selector_asks_for_what_its_members_need():
     assert not by_keys.needs_rotation and by_queries.needs_rotation and by_queries.query_window == 128
 
 
+@pytest.mark.parametrize("scale", [0.0, 300.0, 1e4])
+def test_leverage_of_values_that_differ_in_one_channel_alone(scale):
+    """Rounding leaves a matrix that need not be positive."""
+    entries = random_entries(3, num_heads=2, n=3000, head_size=64)
+    noise = 1e-3 * entries.values[:, :, 0]
+    entries.values = scale * torch.linspace(0.7, 1.3, 64).repeat(2, 3000, 1)
+    entries.values[:, :, 0] += noise
+    context = for_parts(CompressionContext.of_layer(entries, 20, 3000, at_prompt_end=True))
+    selector = ValueLeverage()
+    scores = selector.ranking(entries, entries.scores, selector.protected(entries, context), context)
+    assert (scores >= 0).all() and scores.max() <= 1
+
+
 def test_tova_counts_dead_entries_as_unused():
     entries = random_entries(0, num_heads=2, n=5)
     entries.positions.copy_(torch.arange(5))
