@@ -51,6 +51,8 @@ def test_the_default_reads_the_prompt_once_where_that_is_level_with_the_best():
     assert [row.policy for row in ranked_for_default(rows, set())] == ["snapkv", "kvzip", "local"]
     _, rows = board(kvzip=1.0, snapkv=0.5)
     assert [row.policy for row in ranked_for_default(rows, set())] == ["kvzip", "snapkv"]
+    _, rows = board(kvzip_once=1.0, kvzip=0.99, snapkv=0.5)  # the first computes prompts whole
+    assert [row.policy for row in ranked_for_default(rows, set())][0] == "kvzip"
 
 
 def test_a_default_stays_until_another_is_better():
