@@ -83,6 +83,7 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "device": config.device_config.device_type,
         "kvzap": options.get("kvzap"),
+        "head_budgets": options.get("head_budgets"),
         "head_pages": options.get("head_pages", True),
     }
 

@@ -125,6 +125,7 @@ class EngineBackend:
         surrogate = arguments.pop("kvzap", None)
         if surrogate is None and self.model == demo.model_path() and self.options.enforce_eager:
             surrogate = demo.kvzap_path()
+        head_budgets = arguments.pop("head_budgets", None) or demo.head_budgets_path(self.model)
         limit = arguments.setdefault("max_model_len", longest)
         if limit < longest:
             raise CommandError(f"engine.max_model_len: the longest sample takes {longest} tokens, got {limit}")
@@ -142,7 +143,7 @@ class EngineBackend:
             from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
             # Nobody waits for these compressions, and where others use the processor they may take long.
-            own = {"max_compaction_seconds": MAX_SECONDS, "kvzap": surrogate}
+            own = {"max_compaction_seconds": MAX_SECONDS, "kvzap": surrogate, "head_budgets": head_budgets}
             arguments["additional_config"] = {CONFIG_KEY: own}
             self._llm = LLM(self.model, **kvmerge_engine_args(**arguments))
         except Exception as error:

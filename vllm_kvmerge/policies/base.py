@@ -133,6 +133,9 @@ class Allocator(Part):
     needs_scores: ClassVar[bool] = False
     """True if ``head_budgets`` means nothing where neither the tracker nor the selector scores entries."""
 
+    needs_head_budgets: ClassVar[bool] = False
+    """True if it divides a budget as the server's file of head budgets says."""
+
     has_layer_statistic: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
     """True if heads of one layer may get different budgets."""

@@ -38,7 +38,8 @@ class ModelShape:
     None: the same. caps_logits, has_sinks: what its attention does beyond a softmax (``Softmax``). has_latents: an
     entry is one vector, key and value at once (MLA), and ``head_size`` its length. has_windows, has_states: it has
     other layers, which are not compressed: they see the newest tokens alone, or have states (Mamba, linear attention).
-    has_surrogate: a model predicts scores of hidden states. num_positions: that RoPE has a turn for; None: not known.
+    has_surrogate: a model predicts scores of hidden states. has_head_budgets: what its heads need is known.
+    num_positions: that RoPE has a turn for; None: not known.
     front_obstacles: why fronts cannot be coded so, by the coding; None: all can.
     rotation_obstacle, window_rotation_obstacle: why keys, and those of layers with a window, cannot be turned back to
     what they were before RoPE; hidden_states_obstacle: what the server does so that hidden states cannot be seen;
@@ -57,6 +58,7 @@ class ModelShape:
     rotation_obstacle: str | None = None
     hidden_states_obstacle: str | None = None
     has_surrogate: bool = False
+    has_head_budgets: bool = False
     num_positions: int | None = None
     has_windows: bool = False
     has_latents: bool = False
@@ -255,6 +257,7 @@ class Limits:
         """What the model, or the way in which the server runs it, rules out."""
         shape, tracker, name = self.shape, spec.policy.tracker, spec.policy.tracker.name
         parts = [(kind, getattr(spec.policy, kind)) for kind in PARTS]
+        allocator = spec.policy.allocator
         in_cache, turned = spec.positions == "cache", "'cache' rotates keys, but the model"
         layers, latent = "does not support models with", "but the model keeps one latent for both (MLA)"
         windows = f"{layers} sliding-window or chunked-local layers where there is no prefix cache"
@@ -292,6 +295,9 @@ class Limits:
              "tracker", f"{name!r} needs a KVzap model, and the server has none",
              "another tracker, or on servers started with --kvzap and a model that is published for the served one, or "
              "trained by vllm-kvmerge train-kvzap"),
+            (allocator.needs_head_budgets and not shape.has_head_budgets,
+             "allocator", f"{allocator.name!r} needs the budgets of the model's heads, and the server has none",
+             "another allocator, or on servers started with --head-budgets and a file of vllm-kvmerge calibrate"),
             (shape.hidden_states_obstacle and tracker.predicts_scores, "tracker", unseen, "with --enforce-eager"),
             (shape.hidden_states_obstacle and tracker.normalizes, "normalized", unseen, "with --enforce-eager"),
         ):  # fmt: on
