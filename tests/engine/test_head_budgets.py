@@ -24,7 +24,7 @@ def held(engine) -> torch.Tensor:
     return state.pages.fronts
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "keepkv", "expected_attention"])
+@pytest.mark.parametrize("policy", ["calibrated", "snapkv", "keepkv", "expected_attention"])
 def test_heads_hold_what_the_file_says(engine, policy):
     """To a page, at the prompt's end and after compressions of generated tokens."""
     prompt, shares = random_prompt(np.random.default_rng(1), 700), np.array(read_head_budgets(FILE).shares)
@@ -42,7 +42,7 @@ def test_heads_hold_what_the_file_says(engine, policy):
 def test_an_answer_depends_neither_on_company_nor_on_preemption(engine):
     rng = np.random.default_rng(2)
     prompts = [random_prompt(rng, length) for length in (300, 520, 900)]
-    params = [greedy(policy, 60, interval=16, **FIELDS) for policy in ("keydiff", "keydiff", "adakv")]
+    params = [greedy(policy, 60, interval=16, **FIELDS) for policy in ("calibrated", "calibrated", "adakv")]
     alone = [engine.tokens([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
     for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         engine.add(str(index), prompt, one)

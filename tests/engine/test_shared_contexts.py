@@ -35,7 +35,6 @@ FIELDS = {
     "threshold": ("snapkv", {"budget": {"threshold": 0.005, "max": 0.5}}),
     "bounded threshold": ("h2o", {"budget": {"threshold": 0.01, "max": 0.5}, "decode": "bounded"}),
     "bounded adakv": ("adakv", {"decode": "bounded"}),
-    "calibrated": ("keydiff", {"allocator": "calibrated"}),
     "matching": ("keydiff", {"merger": "attention_matching"}),
     **{front: ("snapkv", {"front": front, "merger": "zip", "decode": "grow"}) for front in CODINGS},
     **{f"{front} of uneven heads": ("kvzip", {"front": front}) for front in CODINGS},

@@ -66,7 +66,6 @@ def test_two_workers_equal_one(engine, tmp_path):
         told.append((random_prompt(rng, 600), compression("snapkv", budget=budget, decode="bounded")))
     for policy, fields in (("kvzap", {"window_size": 32}), ("kvzip", {"normalized": True, "chunk_size": 250})):
         told.append((random_prompt(rng, 500), compression(policy, budget=96, allocator="uniform", **fields)))
-    told.append((random_prompt(rng, 500), compression("keydiff", budget=96, interval=8, allocator="calibrated")))
     for policy in ("streaming_llm", "morphkv", "keepkv"):
         told.append((random_prompt(rng, 300), compression(policy, budget=96, interval=8, positions="cache")))
     for policy in ("snapkv", "h2o", "keepkv", "morphkv"):

@@ -13,7 +13,7 @@ FIRST, QUESTION, ANSWER = 300, 24, 20
 POLICIES = {
     "streaming_llm": "bounded", "keydiff": "bounded", "h2o": "bounded", "keepkv": "bounded", "morphkv": "bounded",
     "zsmerge": "bounded", "adakv": "bounded", "kvzap": "bounded", "snapkv": "grow", "kvzip": "grow",
-    "keydiff calibrated": "bounded", "adakv grow": "grow", "morphkv cache": "bounded", "adakv cache": "bounded",
+    "calibrated": "bounded", "adakv grow": "grow", "morphkv cache": "bounded", "adakv cache": "bounded",
 }  # fmt: skip
 
 
@@ -22,8 +22,6 @@ def params(name: str, max_tokens: int = ANSWER, forced: list[int] | None = None,
     common = {"budget": 96, "interval": 95, "decode": POLICIES[name], "reuse": "turns"}
     if name.endswith("cache"):
         common["positions"] = "cache"
-    if name.endswith("calibrated"):
-        common["allocator"] = "calibrated"
     fields = common | SMALL.get(policy, {}) | fields
     extra = compression(policy, **fields) | ({} if forced is None else {CONTINUATION: forced})
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, extra_args=extra)

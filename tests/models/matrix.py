@@ -24,9 +24,9 @@ it on the CPU, in float32 unless its name says otherwise. `python -m tests.model
 `make test-all` checks its rows.
 
 - **plain**: requests without a policy generate stock vLLM's tokens.
-- **policies** (without `kvzap`, which needs a predictor trained for the model): each generates 64 tokens after a prompt
-  of 300, and its live entries stay within the budget. Afterwards every block is free, and plain requests generate the
-  same tokens as before.
+- **policies** (without `kvzap` and `calibrated`, which need a file made for the model): each generates 64 tokens after
+  a prompt of 300, and its live entries stay within the budget. Afterwards every block is free, and plain requests
+  generate the same tokens as before.
 - The other columns are [fields of a request](request-field.md), each tried with one policy. What is not supported is
   refused with HTTP status 400; the notes say why.
 

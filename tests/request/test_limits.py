@@ -64,7 +64,6 @@ LATENT = {"front_obstacles": {"int8": "models that keep one latent for keys and 
 SMALL = {"front_obstacles": {"int4": "head sizes below 32"}}
 CODED = {"policy": "snapkv", "front": "int8"}
 BARE = {"has_surrogate": False, "has_head_budgets": False}
-CALIBRATED = {"policy": "keydiff", "allocator": "calibrated"}
 MORPHKV_MAX = {"policy": "morphkv", "group_fusion": "max"}
 PRESSED = {"policy": "h2o", "trigger": "pressure"}
 MATCHING = {"policy": "snapkv", "merger": "attention_matching"}
@@ -77,6 +76,7 @@ REFUSED = [
     (M_ROPE, "compactor", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "triattention", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "fused", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
+    (M_ROPE, "calibrated", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "kvzip_once", "tracker", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, IN_CACHE, "positions", "'cache' rotates keys, but the model has M-RoPE; allowed: 'text'"),
     *(
@@ -98,7 +98,7 @@ REFUSED = [
     (LATENT, CODED, "front", "'int8' is not for models that keep one latent.*; allowed: null"),
     (SMALL, CODED | {"front": "int4"}, "front", "'int4' is not for head sizes below 32; allowed: null"),
     (BARE, "kvzap", "tracker", "'predicted' needs a KVzap model, .* allowed: another tracker, or on .* --kvzap"),
-    (BARE, CALIBRATED, "allocator", "'calibrated' needs the budgets of the model's heads, .* --head-budgets"),
+    (BARE, "calibrated", "allocator", "'calibrated' needs the budgets of the model's heads, .* --head-budgets"),
     (COMPILED, "kvzap", "tracker", COMPILES),
     (COMPILED, NORMALIZED, "normalized", COMPILES),
 ]
