@@ -30,6 +30,10 @@ DEVICE_SHARE = 0.03
 """Of a GPU's memory: bounds both it and the default of ``max_compaction_bytes``."""
 
 
+CALIBRATED = "calibrated"
+"""The preset that needs the budgets of heads."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes and traits of one worker's part of the model.
@@ -236,6 +240,14 @@ class Limits:
         """New tokens that a request can come to. max_tokens: that it asks for; None: as many as the model can."""
         most = max(0, self.max_model_len - num_prompt_tokens)
         return most if max_tokens is None else min(max_tokens, most)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True if requests that name no policy may get one that needs the budgets of the model's heads."""
+        is_allowed = self.allowed_policies is None or CALIBRATED in self.allowed_policies
+        return (
+            self.shape.has_head_budgets and is_allowed and not (self.shape.rotation_obstacle or self.shape.has_latents)
+        )
 
     def _disallowed(self, spec: CompressionSpec) -> Iterator[Obstacle]:
         """Policies that the server's operator has not allowed, and parts that no allowed policy uses."""

@@ -14,6 +14,7 @@ from vllm_kvmerge.engine.arguments import PluginConfig, plugin_config
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
 from vllm_kvmerge.policies import ALLOCATORS, PRESETS, TRACKERS
 from vllm_kvmerge.request.catalogue import describe_policies
+from vllm_kvmerge.request.limits import CALIBRATED
 from vllm_kvmerge.request.proof import CompressionProof
 from vllm_kvmerge.request.schema import FULL, field_schema
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
@@ -93,7 +94,8 @@ class KVMergeEndpoint:
         config = plugin_config(app.state.args)
         policies_served = served(config)
         document_field(app, policies_served)
-        catalogue = describe_policies(policies_served)  # constant: nothing is registered after start-up
+        is_calibrated = config.head_budgets is not None and (policies_served is None or CALIBRATED in policies_served)
+        catalogue = describe_policies(policies_served, is_calibrated)  # constant: nothing is registered after start-up
 
         @app.get(POLICIES_ROUTE)
         async def policies() -> dict[str, Any]:
