@@ -53,7 +53,7 @@ class BudgetedLayers(WrittenLayers):
         if batch.layer_budgets is not None:
             yield Unit(lambda: None, ANALYSIS)
         elif allocator.needs_head_budgets:
-            nothing = torch.zeros(1, 1, 1)  # of every entry
+            nothing = torch.zeros(1, 1, 1, device="cpu")  # of every entry
             batch.masses = nothing.expand(len(batch.compactions), self.num_lanes, batch.num_entries)
             yield Unit(lambda: None, ANALYSIS)
         else:
