@@ -131,7 +131,7 @@ def engine_with(**arguments: Any) -> Iterator[Engine]:
         llm.llm_engine.engine_core.shutdown()
 
 
-DEMO_FILES = {"kvzap": demo.kvzap_path(), "head_budgets": demo.head_budgets_path(demo.model_path())}
+DEMO_FILES = {"kvzap": demo.kvzap_path(), "head_budgets": demo.head_budgets_path("demo")}
 """What requests to the demo model may need besides."""
 
 

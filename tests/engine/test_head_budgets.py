@@ -14,7 +14,7 @@ from vllm_kvmerge.engine.head_budgets import check_head_budgets, head_budgets_of
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.policies.head_budgets import divided
 
-FILE = demo.head_budgets_path(demo.model_path())
+FILE = demo.head_budgets_path("demo")
 FIELDS = {"budget": 100, "allocator": "calibrated"}
 
 

@@ -263,8 +263,8 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
             raise CommandError("--model-runner v2: CPU has v1 alone")
         os.environ[V2_MODEL_RUNNER] = str(int(args.model_runner == "v2"))
     ours = {name: getattr(args, name) for name in PLUGIN_OPTIONS if getattr(args, name) is not None}
-    if (known := head_budgets_path(args.model)) is not None:
-        ours.setdefault("head_budgets", known)
+    if (known := head_budgets_path(ours.get("head_budgets", ""))) is not None:
+        ours["head_budgets"] = known
     if args.model == model_path():
         ours["example_prompts"] = EXAMPLE_PROMPTS
         if args.enforce_eager:

@@ -18,13 +18,10 @@ def named(model: str) -> str:
     return pretrained.folder(model) if model in pretrained.SOURCES else model
 
 
-def head_budgets_path(model: str) -> str | None:
-    """The file of head budgets of a model that commands know by name, whose folder is ``model``, if there is one."""
-    from vllm_kvmerge.demo import pretrained
-
-    folders = {model_path(): "demo", **{str(pretrained.cached(name)): name for name in pretrained.SOURCES}}
-    path = Path(__file__).parent / "head_budgets" / f"{folders.get(model)}.json"
-    return str(path) if path.exists() else None
+def head_budgets_path(name: str) -> str | None:
+    """The file of head budgets that ships for a model that commands know by ``name``, if there is one."""
+    folder = Path(__file__).parent / "head_budgets"
+    return next((str(path) for path in folder.iterdir() if path.stem == name), None)
 
 
 def kvzap_path() -> str:

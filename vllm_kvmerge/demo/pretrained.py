@@ -63,20 +63,15 @@ SOURCES = {
 }
 
 
-def cached(name: str) -> Path:
-    """Where the folder of the model ``name`` of ``SOURCES`` is, once it has been made."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-kvmerge"
-    return cache / f"{name}-{SOURCES[name].sha256[:12]}"
-
-
 def folder(name: str) -> str:
     """The folder of the model ``name`` of ``SOURCES``, made if it is not there.
 
     Raises:
         CommandError: it cannot be had.
     """
-    source, found = SOURCES[name], cached(name)
-    cache = found.parent
+    source = SOURCES[name]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-kvmerge"
+    found = cache / f"{name}-{source.sha256[:12]}"
     if not (found / "config.json").is_file():
         print(f"vllm-kvmerge: fetching {source.hub} ({source.licence}) into {found}", file=sys.stderr, flush=True)
         cache.mkdir(parents=True, exist_ok=True)

@@ -94,8 +94,9 @@ class PluginConfig(BaseModel):
     nvidia/KVzap-mlp-Qwen3-8B. Default: none, and the policy is refused."""
 
     head_budgets: str | None = None
-    """File of the budgets of the model's heads, which vllm-kvmerge calibrate writes, for the allocator calibrated.
-    Default: none, and the allocator is refused."""
+    """File of the budgets of the model's heads, which vllm-kvmerge calibrate writes, for the policy calibrated, which
+    requests that name no policy then get where it is the best; vllm-kvmerge serve takes the names of models whose files
+    ship: demo, smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b. Default: none, and the policy is refused."""
 
     head_pages: bool = True
     """Whether heads with different budgets hold their entries in pages of their own. Otherwise every head has as many

@@ -125,7 +125,7 @@ class EngineBackend:
         surrogate = arguments.pop("kvzap", None)
         if surrogate is None and self.model == demo.model_path() and self.options.enforce_eager:
             surrogate = demo.kvzap_path()
-        head_budgets = arguments.pop("head_budgets", None) or demo.head_budgets_path(self.model)
+        head_budgets = arguments.pop("head_budgets", None)
         limit = arguments.setdefault("max_model_len", longest)
         if limit < longest:
             raise CommandError(f"engine.max_model_len: the longest sample takes {longest} tokens, got {limit}")

@@ -39,8 +39,8 @@ class EngineOptions(_Model):
     """Engine arguments of the engine in this process, named as in vLLM; what is None is left to vLLM.
 
     max_num_seqs: default on CPU: 8, so that samples end one after the other. max_model_len: default: what the longest
-    sample takes. kvzap, head_budgets: the plugin's own; default for models that commands know by name: what ships, the
-    former if the model is not compiled.
+    sample takes. kvzap, head_budgets: the plugin's own; default for the model demo: the KVzap model that ships, if the
+    model is not compiled, and for models that commands know by name the budgets that ship.
     """
 
     dtype: str | None = None
