@@ -305,17 +305,15 @@ def level_with_best(rows: list[Row]) -> set[str]:
 
 
 def ranked_for_default(rows: list[Row], current: set[str]) -> list[Row]:
-    """By score, behind the default, and behind those of ``current`` that are level with the best of their kind. First
-    comes what only calibrated servers have, if it is level with the best, and their default would not be, or would read
-    contexts twice."""
+    """By score, behind the default, and behind those of ``current`` that are level with the best of their kind. Before
+    all comes the default of calibrated servers: the best of what they alone have, if it is level with the best."""
     level, ranked = level_with_best(rows), [row for row in rows if DECIDING in row.score]
     candidates = [row for row in ranked if row.takes_cached and not row.calibrated]
     chosen = next((row for row in candidates if row.policy in level and not row.reads_twice), candidates[0])
     turns = [row for row in candidates if row.for_turns]
     kinds = [kind for kind in (turns, [row for row in turns if not row.uneven]) if kind]
     stays = current & {policy for kind in kinds for policy in level_with_best(kind)}
-    improves = chosen.reads_twice or chosen.policy not in level
-    first = next((row for row in ranked if row.calibrated and row.policy in level and improves), chosen)
+    first = next((row for row in ranked if row.calibrated and row.policy in level), chosen)
     return sorted(
         ranked, key=lambda row: (row is not first, row is not chosen, row.policy not in stays)
     )  # then by score
