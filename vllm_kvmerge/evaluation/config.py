@@ -75,6 +75,20 @@ class EndpointOptions(_Model):
     tokenizer: str | None = None
 
 
+class Sampling(_Model):
+    """How answers are drawn, named as in vLLM; by default, they are the most probable tokens. The seed of the draw is
+    the sample's number."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    repetition_penalty: Annotated[float, Field(gt=0.0)] = 1.0
+
+    def arguments(self, sample: int) -> dict[str, Any]:
+        """Of a request, by vLLM's names."""
+        return {**self.model_dump(), "seed": sample}
+
+
 class PolicyEntry(_Model):
     """A policy and its parameters, all but the budget."""
 
@@ -202,6 +216,7 @@ class EvalConfig(_Model):
     seed: Annotated[int, Field(ge=0)] = 0
     question_agnostic: bool = False
     chat_template: bool = False
+    sampling: Sampling = Sampling()
     engine: EngineOptions = EngineOptions()
     endpoint: EndpointOptions | None = None
 
@@ -220,6 +235,9 @@ class EvalConfig(_Model):
         for name in (name for pair in self.compare for name in pair):
             if name not in labels:
                 raise ValueError(f"compare: {name!r} is no policy of this configuration; allowed: {', '.join(labels)}")
+        for entry in self.tasks:
+            if entry.task.is_verified and self.sampling.temperature:
+                raise ValueError(f"sampling.temperature: {entry.label} compares most probable tokens; allowed: 0")
         if self.endpoint is not None:
             for entry in self.tasks:
                 if entry.task.needs_logprobs:
@@ -251,6 +269,7 @@ class EvalConfig(_Model):
     def identity(self) -> dict[str, Any]:
         """Everything that results depend on, tasks with all their options, as plain values. Not what is compared."""
         endpoint = None if self.endpoint is None else {"url": self.endpoint.url, "tokenizer": self.endpoint.tokenizer}
+        drawn = {} if self.sampling == Sampling() else {"sampling": self.sampling.model_dump()}
         return {
             "model": self.model or (DEMO if endpoint is None else None),
             "policies": [policy.parameters for policy in self.policies],
@@ -269,6 +288,7 @@ class EvalConfig(_Model):
             "seed": self.seed,
             "engine": self.engine.arguments(),
             "endpoint": endpoint,
+            **drawn,
         }
 
 
@@ -324,5 +344,9 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> str:
 
 def _fields_at(model: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
     """Fields of the object in this place of a configuration or task."""
-    inner: dict[Any, type[BaseModel]] = {("engine",): EngineOptions, ("endpoint",): EndpointOptions}
+    inner: dict[Any, type[BaseModel]] = {
+        ("engine",): EngineOptions,
+        ("endpoint",): EndpointOptions,
+        ("sampling",): Sampling,
+    }
     return list(inner.get(place, model).model_fields)
