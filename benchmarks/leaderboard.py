@@ -356,11 +356,14 @@ def deciding_cells(cells: Iterable[Cell], case: Case) -> list[Cell]:
 def recommended(
     tables: dict[Case, tuple[list[str], list[Row]]], cells: list[Cell], all_cells: list[Cell]
 ) -> Recommendations:
-    """``cells``: those of the tables. What policies of the one case hold is measured in the other, or by the screen."""
+    """``cells``: those of the tables. What policies of the one case hold is measured in the other, or by other runs."""
     cases: dict[Case, list[Measured]] = {}
     before = recommendations()
-    screened = rows_of(cell for cell in all_cells if (cell.run, cell.case) == ("real-screen", "later"))[1]
-    held = {row.policy: row.held.get(DECIDING, 1.0) for row in (*screened, *tables["later"][1])}
+    runs = [
+        rows_of(cell for cell in all_cells if (cell.run, cell.model, cell.case) == (run, MODEL, "later"))[1]
+        for run in ("real-held-out", "real-screen")
+    ]
+    held = {row.policy: row.held.get(DECIDING, 1.0) for rows in (*runs, tables["later"][1]) for row in rows}
     for case, (_, rows) in tables.items():
         current = {before.best(case, even, for_turns=True).label for even in (False, True)}
         ranked = ranked_for_default(rows, current)
@@ -444,7 +447,8 @@ def defaults(found: Recommendations) -> list[str]:
         "",
         "The best policy for the case, unless policies that read the prompt once match it: then the best of those. Of",
         "these, a default stays until another is significantly better. Policies that compute prompts whole, whatever",
-        "the prefix cache has of them (`kvzip_once`, `kvzap`), are no defaults.",
+        "the prefix cache has of them (`kvzip_once`, `kvzap`), are no defaults. A calibrated server takes the best of what",
+        "it alone has, if that is level with the best.",
         "",
     ]
 

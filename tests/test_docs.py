@@ -94,7 +94,7 @@ def test_presets_own_defaults_are_listed():
         fields = {name: info.default for part in parts for name, info in part.model_fields.items()}
         if changed := {name: value for name, value in preset.defaults.items() if value != fields[name]}:
             differing[preset.name] = {
-                name: str(value).removesuffix(".0").replace("'", "") for name, value in changed.items()
+                name: json.dumps(value).removesuffix(".0").replace('"', "") for name, value in changed.items()
             }
     assert listed == differing
 
