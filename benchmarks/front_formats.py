@@ -6,7 +6,7 @@ values have been stored so. Printed are the channel with a key's largest number 
 same. No entry is evicted.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +66,9 @@ FORMATS: dict[str, Format] = {
 
 
 def main() -> None:
-    path = pretrained.folder(sys.argv[1] if len(sys.argv) > 1 else "qwen2.5-coder-0.5b")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="qwen2.5-coder-0.5b", choices=pretrained.SOURCES)
+    path = pretrained.folder(parser.parse_args().model)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     tokens = torch.tensor([AutoTokenizer.from_pretrained(path).encode(TEXT.read_text())[: CONTEXT + AFTER]])
     positions = torch.arange(CONTEXT, CONTEXT + AFTER).unsqueeze(0)

@@ -99,6 +99,7 @@ def test_servers_could_start(monkeypatch):
     known = [words for words in known if HAS_AVX512 or "--kv-cache-dtype" not in words]
     assert len(known) > 10
     lines = "\n".join(json.dumps(words).replace("build/kvzap", demo.kvzap_path()) for words in known)
+    lines = lines.replace("build/heads.json", str(demo.head_budgets_path("demo")))
     monkeypatch.chdir(ROOT)
     many = os.environ | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     done = preloaded.run([sys.executable, "-c", DOCTOR], input=lines, env=many)
