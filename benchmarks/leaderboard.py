@@ -447,8 +447,8 @@ def defaults(found: Recommendations) -> list[str]:
         "",
         "The best policy for the case, unless policies that read the prompt once match it: then the best of those. Of",
         "these, a default stays until another is significantly better. Policies that compute prompts whole, whatever",
-        "the prefix cache has of them (`kvzip_once`, `kvzap`), are no defaults. A calibrated server takes the best of what",
-        "it alone has, if that is level with the best.",
+        "the prefix cache has of them (`kvzip_once`, `kvzap`), are no defaults. A calibrated server takes the best of",
+        "what it alone has, if that is level with the best.",
         "",
     ]
 
