@@ -388,11 +388,11 @@ Operation = Callable[[Any, int, Caches], Sequence[Tensor]]
 """Runs an operator of a module on a copy of caches and returns what it returns."""
 
 
-def compared(caches: Caches, operation: Operation, operators: Any) -> float:
-    """The error of an operator's results, and of its changes to the pages, against the reference's."""
+def compared(caches: Caches, operation: Operation) -> float:
+    """The error of the results of Triton's operator, and of its changes to the pages, against the reference's."""
     twin = caches.on_cpu()
     outcomes = []
-    for module, where in ((operators, caches), (reference, twin)):
+    for module, where in ((triton, caches), (reference, twin)):
         results = list(operation(module, 0, where))
         planes = [getattr(where.pages(0), name) for name in PLANES]
         outcomes.append([tensor.cpu().nan_to_num() for tensor in (*results, *planes)])
@@ -400,14 +400,12 @@ def compared(caches: Caches, operation: Operation, operators: Any) -> float:
 
 
 def checked(
-    bench: Bench, part: str, name: str, case: str, caches: Caches, size: int, operation: Operation,
-    operators: Any = triton, **shape: Any,
-) -> Row:  # fmt: skip
-    """Times an operator after it has been compared with the reference."""
-    error = compared(caches, operation, operators)
-    seconds = bench.time(lambda number: operation(operators, number, caches), caches.copies)
-    implementation = operators.__name__.rpartition(".")[2]
-    return Row(part, name, implementation, case, bench.dtype_name, seconds, size, 0, {"reference": error}, shape)
+    bench: Bench, part: str, name: str, case: str, caches: Caches, size: int, operation: Operation, **shape: Any
+) -> Row:
+    """Times Triton's operator after it has been compared with the reference."""
+    error = compared(caches, operation)
+    seconds = bench.time(lambda number: operation(triton, number, caches), caches.copies)
+    return Row(part, name, "triton", case, bench.dtype_name, seconds, size, 0, {"reference": error}, shape)
 
 
 def merges(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
@@ -444,8 +442,7 @@ def _merge(bench: Bench, caches: Caches, known: list[SequenceLayers], interval: 
         return []
 
     case, shape = f"{caches.rows} units x {n}, {interval} leave", {"units": caches.rows, "entries": n}
-    for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
-        yield checked(bench, "merges", "merge_entries", case, caches, size, run, operators, **shape)
+    yield checked(bench, "merges", "merge_entries", case, caches, size, run, **shape)
 
 
 def _policies(
@@ -573,21 +570,18 @@ def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
         size = heads * budget * (2 * d * (4 + item if merged else 2 * item) + 20 + 16)
         case = f"{layers} layers x {n} to {budget}, {'new rows' if merged else 'moved'}"
         shape = {"units": layers, "entries": n, "layers": layers, "merged": merged}
-        for operators in (triton, cuda) if has_cuda(bench.device) else (triton,):
 
-            def one_layer(module: Any, number: int, where: Caches, merged: bool = merged) -> Sequence[Tensor]:
-                run(module, where, 0, 1, merged)
-                return []
+        def one_layer(module: Any, number: int, where: Caches, merged: bool = merged) -> Sequence[Tensor]:
+            run(module, where, 0, 1, merged)
+            return []
 
-            def all_layers(number: int, module: Any = operators, merged: bool = merged) -> None:
-                for first in range(0, layers, step):
-                    run(module, caches, first, min(step, layers - first), merged)
+        def all_layers(number: int, merged: bool = merged) -> None:
+            for first in range(0, layers, step):
+                run(triton, caches, first, min(step, layers - first), merged)
 
-            error = compared(caches, one_layer, operators)
-            seconds = bench.time(all_layers, 1, captured=False)
-            name = operators.__name__.rpartition(".")[2]
-            errors = {"reference": error}
-            yield Row("compaction", "merge_entries", name, case, bench.dtype_name, seconds, size, 0, errors, shape)
+        errors = {"reference": compared(caches, one_layer)}
+        seconds = bench.time(all_layers, 1, captured=False)
+        yield Row("compaction", "merge_entries", "triton", case, bench.dtype_name, seconds, size, 0, errors, shape)
 
 
 def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:

@@ -1,13 +1,13 @@
 """The operators on a GPU: ``python benchmarks/gpu_operators.py``. Needs torch, Triton, NumPy and pydantic, no vLLM.
 
-Triton's, and beside them CUDA's where csrc/cuda/build.py has built them: attention and
-merges. Each case is first checked, on fresh random inputs and into poisoned outputs, against float64
-(attention and scores) or the reference on the CPU (the others); ``error`` is ||out - ref|| / ||ref||. Then it is timed:
-calls rotate over copies of the cache that together are several times the GPU's L2, several calls are one CUDA graph,
-and the time is the median of its replays divided by its calls. ``share`` is the bytes that must move, each once, over
-the bandwidth of a device-to-device copy in the same run, and for prompts the operations over the rate of a matrix
-product. Peers get the same entries: scaled_dot_product_attention, and flash_attn where that is installed, gathered
-keys and values; FlexAttention pages, with votes by score_mod; xformers' paged biases pages, where it is installed.
+Triton's, and beside its attention CUDA's where csrc/cuda/build.py has built that. Each case is first checked, on fresh
+random inputs and into poisoned outputs, against float64 (attention and scores) or the reference on the CPU (the
+others); ``error`` is ||out - ref|| / ||ref||. Then it is timed: calls rotate over copies of the cache that together are
+several times the GPU's L2, several calls are one CUDA graph, and the time is the median of its replays divided by its
+calls. ``share`` is the bytes that must move, each once, over the bandwidth of a device-to-device copy in the same run,
+and for prompts the operations over the rate of a matrix product. Peers get the same entries:
+scaled_dot_product_attention, and flash_attn where that is installed, gathered keys and values; FlexAttention pages,
+with votes by score_mod.
 
 Parts, and about how long they may take (estimates): decode 3 minutes, coded 1, skewed 1, compaction 1, merges 1,
 prefill 1, peers 4, scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case begins;

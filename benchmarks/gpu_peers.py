@@ -1,4 +1,4 @@
-"""What else computes attention on a GPU, for gpu_operators.py: PyTorch, FlashAttention, FlexAttention and xformers.
+"""What else computes attention on a GPU, for gpu_operators.py: PyTorch, FlashAttention and FlexAttention.
 
 Each is given the same keys, values and queries. Those without a vote bias are compared with attention without one.
 """
@@ -24,9 +24,6 @@ FLEX_QUERY_BLOCK = 128
 
 PAGE_SIZES = (16, 128)
 """Of FlexAttention over pages: as our blocks are, and the size of block that it has by itself."""
-
-XFORMERS_PAGE_SIZES = (16, 256)
-"""As our blocks are, and what its FlashAttention asks for."""
 
 
 @dataclass
@@ -128,8 +125,6 @@ def all_peers() -> list[Peer]:
     ]
     for size in PAGE_SIZES:
         peers.append(Peer(f"Flex, pages of {size}", True, lambda problem, size=size: flex(problem, size)))
-    for size in XFORMERS_PAGE_SIZES:
-        peers.append(Peer(f"xformers, pages of {size}", False, lambda problem, size=size: _xformers(problem, size)))
     return peers
 
 
@@ -166,7 +161,7 @@ def _flash_attn(problem: Problem) -> Run:
 
 @dataclass
 class PagedPlanes:
-    """Keys and values in pages of ``size`` slots in one sequence of slots, as FlexAttention and xformers take them.
+    """Keys and values in pages of ``size`` slots in one sequence of slots, as FlexAttention takes them.
 
     table: ``[rows, pages]`` int64, each sequence's pages. owner: ``[slots]`` int32, whose slot it is, -1 if nobody's;
     entry: ``[slots]`` int64, which entry of its sequence lies there.
@@ -279,30 +274,5 @@ def flex(problem: Problem, size: int) -> Run:
         output = attend(query, *copies[number % len(copies)])
         assert isinstance(output, Tensor)
         return output
-
-    return run
-
-
-def _xformers(problem: Problem, size: int) -> Run:
-    from xformers.ops import fmha
-
-    caches, groups, num_queries = problem.caches, problem.groups, problem.num_queries
-    pages = PagedPlanes(problem, size)
-    biases = fmha.attn_bias
-    bias = biases.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
-        q_seqlen=[num_queries] * caches.rows,
-        kv_padding=pages.table.shape[1] * size,
-        kv_seqlen=[caches.entries] * caches.rows,
-    ).make_paged(pages.table.int(), size, biases.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask)
-    query = problem.query.unflatten(1, (-1, groups)).unsqueeze(0)  # [1, tokens, H, G, d]
-    copies = [
-        tuple(pages.of(plane).unsqueeze(0).unsqueeze(3).expand(-1, -1, -1, groups, -1) for plane in planes)
-        for planes in problem.gathered
-    ]
-
-    def run(number: int) -> Tensor:
-        key, value = copies[number % len(copies)]
-        output = fmha.memory_efficient_attention_forward(query, key, value, attn_bias=bias, scale=problem.scale)
-        return output[0].flatten(1, 2).unflatten(0, (-1, num_queries)).transpose(1, 2)
 
     return run

@@ -342,7 +342,7 @@ def write_rules(folder: Path, table: Path, new: Sequence[dict[str, Any]], condit
 
 
 def choose(rows: Sequence[Row], bench: Bench, folder: Path) -> list[dict[str, Any]]:
-    """Writes rules for this GPU into ``choice.json``: which implementation of attention and merges took less time."""
+    """Writes a rule for this GPU into ``choice.json``: which implementation of attention took less time."""
     rules = chosen(rows, choice.device_name(bench.device), bench.head_size)
     for rule in rules:
         print(f"{rule['operator']}: {rule['implementation']}, {rule['measured']}")
@@ -354,25 +354,18 @@ def choose(rows: Sequence[Row], bench: Bench, folder: Path) -> list[dict[str, An
 
 
 def chosen(rows: Sequence[Row], gpu: str, head_size: int) -> list[dict[str, Any]]:
-    """A rule for each operator that several implementations of were measured, by the mean of their times' logarithms
-    over the cases of all; one that was wrong anywhere is not chosen."""
-    rules = []
-    for operator, parts in (("paged_attention", ("decode",)),):
-        found = [row for row in rows if row.operator == operator and row.part in parts]
-        names = {row.implementation for row in found} & {"triton", "cuda"}
-        names -= {row.implementation for row in found if not row.is_right}
-        cases: dict[tuple[str, ...], dict[str, float]] = {}
-        for row in found:
-            cases.setdefault((row.part, row.case, row.dtype), {})[row.implementation] = row.seconds
-        of_all = [times for times in cases.values() if names <= times.keys()]
-        if len(names) < 2 or not of_all:
-            continue
-        means = {name: math.exp(sum(math.log(times[name]) for times in of_all) / len(of_all)) for name in names}
-        best = min(means, key=lambda name: (means[name], name))
-        rule: dict[str, Any] = {
-            "operator": operator, "device": gpu, "head_sizes": [head_size], "implementation": best
-        }  # fmt: skip
-        others = ", ".join(f"{100 * means[best] / means[name]:.0f}% of {name}'s" for name in sorted(names - {best}))
-        rule["measured"] = f"{others} time in {len(of_all)} cases; {_versions()}"
-        rules.append(rule)
-    return rules
+    """A rule if both implementations of decoding were measured and right, by the mean of their times' logarithms."""
+    found = [row for row in rows if row.operator == "paged_attention" and row.part == "decode"]
+    names = {"triton", "cuda"} & {row.implementation for row in found}
+    names -= {row.implementation for row in found if not row.is_right}
+    cases: dict[tuple[str, str], dict[str, float]] = {}
+    for row in found:
+        cases.setdefault((row.case, row.dtype), {})[row.implementation] = row.seconds
+    of_both = [times for times in cases.values() if names <= times.keys()]
+    if len(names) < 2 or not of_both:
+        return []
+    means = {name: math.exp(sum(math.log(times[name]) for times in of_both) / len(of_both)) for name in names}
+    best, other = sorted(names, key=lambda name: (means[name], name))
+    measured = f"{100 * means[best] / means[other]:.0f}% of {other}'s time in {len(of_both)} cases; {_versions()}"
+    rule = {"operator": "paged_attention", "device": gpu, "head_sizes": [head_size], "implementation": best}
+    return [rule | {"measured": measured}]

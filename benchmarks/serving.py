@@ -3,8 +3,8 @@
 Decode: ``--requests`` requests whose prompts are cached generate ``--tokens`` tokens each; what counts is the time from
 when all of them have been compressed. Prefill: one request with an unknown prompt. All sides take turns, ``--repeats``
 times; ratios are to stock vLLM in the same turn. Plain is the plugin serving requests without a policy; empty cache is
-the same with prompts of a few tokens, which no policy can be faster than. ``--before`` names another checkout of the
-plugin, whose cases take turns with these. ``--compile`` lets vLLM compile the model, as it does by default.
+the same with prompts of a few tokens, which no policy can be faster than. ``--compile`` lets vLLM compile the model, as
+it does by default.
 """
 
 import argparse
@@ -58,8 +58,6 @@ def measure(cases: list[Case], length: int, arguments: argparse.Namespace) -> li
         return rng.integers(1, 32_000, (count, length)).tolist()
 
     prompts = draw(arguments.requests)
-    if arguments.unlike:
-        prompts = [one[: rng.integers(length // 4, length)] for one in prompts]
 
     def turn(case: Case) -> tuple[Run, Run]:
         some = FEW_TOKENS if case.name == EMPTY else length
@@ -117,7 +115,6 @@ def cells(row: Row) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8000, 2000, 500], help="tokens per prompt")
-    parser.add_argument("--unlike", action="store_true", help="a quarter of these and up, so unlike budgets, too")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="generated per request")
     parser.add_argument("--budget", type=float, default=0.1)
@@ -126,7 +123,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="no enforce_eager")
-    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout of the plugin, built")
     parser.add_argument("--kvpress", metavar="PYTHON", help="of an environment with kvpress; without it, no such side")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/serving.json"))
     arguments = parser.parse_args()
@@ -140,19 +136,11 @@ def main() -> None:
         cases = [Case("stock vLLM", stock), Case("plain", ours), Case(EMPTY, ours)]
         settings = {"budget": arguments.budget, "interval": arguments.interval}
         cases += [Case(policy, ours, {"policy": policy} | settings) for policy in arguments.policies]
-        if arguments.before is not None:
-            before = stack.enter_context(
-                vllm_side("before", folder, shape, pool, True, package=arguments.before, **mode)
-            )
-            cases += [
-                Case(f"{case.name}, before", before, case.compression) for case in cases[1:] if case.name != EMPTY
-            ]
         if arguments.kvpress:
             peer = stack.enter_context(kvpress_side("kvpress", folder, shape, arguments.kvpress))
             cases.append(Case("kvpress SnapKV", peer, {"ratio": 1 - arguments.budget}))
         rows = [row for length in arguments.lengths for row in measure(cases, length, arguments)]
-    settings = {"shape": shape, "kvpress": bool(arguments.kvpress), "before": arguments.before is not None}
-    save(arguments.output, vars(arguments) | settings, rows)
+    save(arguments.output, vars(arguments) | {"shape": shape, "kvpress": bool(arguments.kvpress)}, rows)
     for length in arguments.lengths:
         print_table(
             f"{arguments.requests} requests of {length} tokens, budget {arguments.budget}; median (range)",

@@ -163,8 +163,7 @@ LOG_END = 10_000
 class Side:
     """A handle on one engine, whose process is ``script``, run by ``python`` with ``arguments`` as JSON.
 
-    log: a file to which what it prints is added; default: one that is not kept. package: another checkout of the
-    plugin, to run instead of the installed one.
+    log: a file to which what it prints is added; default: one that is not kept.
     """
 
     def __init__(
@@ -174,12 +173,10 @@ class Side:
         arguments: dict[str, Any],
         python: str = sys.executable,
         log: Path | None = None,
-        package: Path | None = None,
     ) -> None:
         self.name = name
         self._log = log.open("a+") if log is not None else tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._command = [python, str(Path(__file__).parent / script), json.dumps(arguments)]
-        self._environment = os.environ | ({} if package is None else {"PYTHONPATH": str(package.resolve())})
         self._start()
 
     def _start(self) -> None:
@@ -189,7 +186,6 @@ class Side:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=self._environment,
         )
         self._guard = subprocess.Popen(
             [sys.executable, "-c", GUARD, str(self._process.pid)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -3,7 +3,6 @@
 Eight requests generate while the prompt of another one ends, which is compressed then. What counts is the part of each
 step that compactions take, which is how much longer the eight wait for their next tokens than if the prompt were not
 compressed. It is found in the prefix cache if that is allowed, so that little of it is computed for each policy.
-Another checkout of the plugin is measured with ``PYTHONPATH``.
 
 ``--harmful`` asks for the worst that is known, one and sixteen at a time, and measures the throughput of the eight
 beside it for ``--seconds``, in turns with as many plain requests in its place.
@@ -60,7 +59,7 @@ class Stopwatch:
     def _timed(self, blocks_of: Callable) -> Any:
         started, step = self._clock(), self._compression.step
         done = self._run_plans(blocks_of)
-        if getattr(step, "compress", None) or getattr(step, "plans", None) or step.parts:  # earlier versions have plans
+        if step.compress or step.parts:
             self.waits.append(1e3 * (self._clock() - started))
         return done
 

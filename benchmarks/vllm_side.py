@@ -23,13 +23,12 @@ def vllm_side(
     pool_tokens: int,
     plugin: bool,
     log: Path | None = None,
-    package: Path | None = None,
     clock: str = "wall",
     **arguments: Any,
 ) -> Side:
     """vLLM with a pool of ``pool_tokens`` tokens; what the plugin's metadata takes comes on top of that.
 
-    log, package: see ``Side``. clock: one of ``CLOCKS``.
+    log: see ``Side``. clock: one of ``CLOCKS``.
     """
     bytes_per_token = shape.bytes_per_token + (shape.metadata_bytes_per_token if plugin else 0)
     settings = {
@@ -45,7 +44,7 @@ def vllm_side(
         "kv_cache_memory_bytes": (pool_tokens + BLOCK_SIZE) * bytes_per_token,
     }
     engine = {"plugin": plugin, "engine": settings | arguments, "clock": clock}
-    return Side(name, "vllm_side.py", engine, log=log, package=package)
+    return Side(name, "vllm_side.py", engine, log=log)
 
 
 def plugin_engine(model: str, num_bytes: int, max_model_len: int, **arguments: Any) -> Any:

@@ -1,5 +1,6 @@
 """Which builds of operators are tested, and how many of each test's cases."""
 
+import argparse
 import gc
 import os
 import re
@@ -53,8 +54,7 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz-cases", type=int, help="requests in tests/server/test_hostile_input.py")
     parser.addoption(
         "--all",
-        action="store_true",
-        default=None,
+        action=argparse.BooleanOptionalAction,
         help="run slow tests, all examples of properties and all cases of operators, as where paths are named; "
         "otherwise the fast layer runs",
     )

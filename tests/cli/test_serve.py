@@ -220,12 +220,12 @@ def test_users_options_win(served):
 
 def test_runner_and_own_options(served, monkeypatch):
     monkeypatch.setenv(arguments.V2_MODEL_RUNNER, "1")
-    additional = '{"kvmerge": {"head_pages": false, "external_cache_bytes": 2}}'
+    additional = '{"kvmerge": {"shared_contexts": false, "external_cache_bytes": 2}}'
     options = ["--external-cache-bytes", "3", "--api-key-routes", "v1", "--max-body-bytes", "2048"]
     args = served("--model-runner", "v1", *options, "--additional-config", additional)
     assert os.environ[arguments.V2_MODEL_RUNNER] == "0"
     own = {"external_cache_bytes": 3, "api_key_routes": "v1", "max_body_bytes": 2048}
-    assert args.additional_config == {"kvmerge": {**own, "head_pages": False, "default": None}}
+    assert args.additional_config == {"kvmerge": {**own, "shared_contexts": False, "default": None}}
     assert not {"model_runner", "kv_compression", "kvzap", *own} & vars(args).keys()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import one_hot
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm_kvmerge.demo import language, train, training
+from vllm_kvmerge.demo import language, train
 from vllm_kvmerge.demo.documents import KIND_NAMES, draw_prompt
 from vllm_kvmerge.demo.scores import SETTINGS, is_right, share_right, text_loss
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 TINY = train.Size(
     layers=3, width=256, intermediate=64, kv_heads=2, tokens_per_step=256, learning_rate=1e-3,
-    stages=(training.Stage(64, 3), training.Stage(128, 3)),
+    stages=(train.Stage(64, 3), train.Stage(128, 3)),
 )  # fmt: skip
 
 

@@ -391,7 +391,7 @@ def test_engine_args_by_platform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_heads_have_pages_of_their_own(tmp_path: Path) -> None:
-    """On CPU and GPU alike, unless attention on a GPU is the reference's, or they are told not to."""
+    """On CPU and GPU alike, unless attention on a GPU is the reference's."""
     config = vllm_config(tmp_path, LLAMA, **kvmerge_engine_args())
     for device, ours, expected in (
         ("cpu", {}, True),
@@ -399,7 +399,6 @@ def test_where_heads_have_pages_of_their_own(tmp_path: Path) -> None:
         ("cpu", {"operators": {"paged_attention": "reference"}}, True),
         ("cuda", {"operators": {"paged_attention": "reference"}}, False),
         ("cuda", {"operators": {"write_tokens": "reference"}}, True),
-        ("cuda", {"head_pages": False}, False),
     ):
         config.device_config.device_type = device
         config.additional_config = {"kvmerge": ours}
@@ -416,8 +415,7 @@ def test_where_fronts_can_be_in_8_bits(tmp_path: Path, monkeypatch: pytest.Monke
         ("cuda", {"operators": {"merge_entries": "cuda", "write_codes": "reference"}}, None),
         ("cuda", by_cuda, "attention in CUDA C++"),
         ("cpu", by_cuda, None),
-        ("cuda", {"operators": {"paged_attention": "reference"}}, "servers without head_pages"),
-        ("cuda", {"head_pages": False}, "servers without head_pages"),
+        ("cuda", {"operators": {"paged_attention": "reference"}}, "attention in PyTorch on a GPU"),
     ]
     for device, ours, expected in cases:
         config.device_config.device_type, config.additional_config = device, {"kvmerge": ours}

@@ -8,7 +8,6 @@ lines elsewhere. ``tests/mutants/*.yaml`` lists them:
   found_by: a test of the fast layer that fails with it, run alone, and passes without it
   old: text of the symbol's source, found there once; no text: the whole body of a function
   new: what takes its place
-  tests: those that are to find it (default: all that reach the symbol)
   row: of the record of defects in docs/reliability.md whose fix this reverses
   needs: avx512, without which nothing can find it (default: nothing)
 """
@@ -32,9 +31,8 @@ class Mutant:
     fault: str
     symbol: str
     new: str
-    found_by: str = ""
+    found_by: str
     old: str = ""
-    tests: tuple[str, ...] = ()
     row: int | None = None
     needs: str = ""
     group: str = ""
@@ -128,9 +126,5 @@ def replace_body(source: str, new: str) -> str:
 
 def mutants() -> list[Mutant]:
     """All, in the order of the files' names and lines."""
-    found = []
-    for path in sorted(Path(__file__).parent.glob("*.yaml")):
-        for fields in yaml.safe_load(path.read_text()):
-            tests = fields.pop("tests", [])
-            found.append(Mutant(group=path.stem, tests=tuple([tests] if isinstance(tests, str) else tests), **fields))
-    return found
+    paths = sorted(Path(__file__).parent.glob("*.yaml"))
+    return [Mutant(group=path.stem, **fields) for path in paths for fields in yaml.safe_load(path.read_text())]

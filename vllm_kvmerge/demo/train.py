@@ -1,8 +1,15 @@
 """Trains the demo model from scratch: ``python -m vllm_kvmerge.demo.train --output DIR [--size large]``.
 
-Needs PyTorch, Transformers and Tokenizers, and no vLLM. An interrupted run goes on where it stopped (``training``).
+Needs PyTorch, Transformers and Tokenizers, and no vLLM. Every few minutes the state goes to the folder ``stages`` of
+the output, so that an interrupted run goes on where it stopped, to the same weights; each finished stage leaves in the
+output a model that Transformers and vLLM load.
 """
 
+import argparse
+import copy
+import math
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +20,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_kvmerge.demo.documents import KIND_NAMES, training_sample
 from vllm_kvmerge.demo.language import BOS, EOS, VOCABULARY
-from vllm_kvmerge.demo.training import Schedule, Stage, TrainingRun, training_parser
 
 TEXT_LOSS_WEIGHT = 1.0
+WARMUP_STEPS = 40
+WEIGHT_DECAY = 0.05
+FINAL_LEARNING_RATE = 0.03
+"""Share of the peak's."""
+EARLIER = 0.25
+"""Share of the batches that are an earlier stage's."""
+SECONDS_PER_CHECKPOINT = 180
+STEPS_PER_REPORT = 20
+
 MAX_POSITIONS = 8_192
 ROPE_THETA = 1e10
 
@@ -26,16 +41,41 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Size(Schedule):
+class Stage:
+    """A part of the training: steps on documents of ``length`` tokens."""
+
+    length: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Size:
     """Size of a model and length of its training. The heads' size is 64, and two query heads share a KV head.
 
-    width: 256 at least. layers: 3 at least.
+    width: 256 at least. layers: 3 at least. tokens_per_step: of a batch, in whole documents but at least one.
+    learning_rate: at its peak.
     """
 
     layers: int
     width: int
     intermediate: int
     kv_heads: int
+    tokens_per_step: int
+    learning_rate: float
+    stages: tuple[Stage, ...]
+
+    @property
+    def num_steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    def batch_size(self, length: int) -> int:
+        """Documents of ``length`` tokens in a step."""
+        return max(1, self.tokens_per_step // length)
+
+    def draw_stage(self, rng: np.random.Generator, stage: int) -> Stage:
+        """The stage whose documents a batch is of: this one, or an earlier one."""
+        earlier = stage > 0 and rng.random() < EARLIER
+        return self.stages[int(rng.integers(stage)) if earlier else stage]
 
 
 SIZES = {
@@ -176,21 +216,83 @@ def losses_and_hits(
     return losses.view_as(targets), logits.argmax(-1) == targets, marks[:, 1:]
 
 
-class Trainer(TrainingRun):
-    """Trains a demo model of a size; reports what part of the answers' tokens was right, and the loss of other text."""
+def learning_rate(step: int, total: int) -> float:
+    """As a share of the peak: warm-up, then a cosine."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / total))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
+
+
+class Trainer:
+    """Trains a demo model of a size; reports what part of the answers' tokens was right, and the loss of other text.
+
+    stop_after: leave a checkpoint and stop after this many steps in all, as an interruption would.
+    """
 
     def __init__(self, size: Size, output: Path, seed: int, device: str, stop_after: int | None = None) -> None:
-        self.size = size
-        super().__init__(size, output, seed, device, stop_after)
+        self.size, self.output, self.seed, self.device, self.stop_after = size, output, seed, device, stop_after
+        torch.manual_seed(seed)
+        self.model = build_model(size).to(device)
+        parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=size.learning_rate, betas=(0.9, 0.95), fused=True)
+        self.step = 0
+        self.checkpoint = output / "stages" / "latest.pt"
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists():
+            state = torch.load(self.checkpoint, map_location=device)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step = state["step"]
         self._clear_report()
 
-    def build_model(self) -> LlamaForCausalLM:
-        return build_model(self.size)
+    def run(self) -> None:
+        ends = np.cumsum([stage.steps for stage in self.size.stages]).tolist()
+        first_step, started, saved = self.step, time.monotonic(), time.monotonic()
+        while self.step < self.size.num_steps:
+            if self.step == self.stop_after:
+                self._save()
+                return
+            stage = next(i for i, end in enumerate(ends) if self.step < end)
+            self._learn(stage)
+            if self.step % STEPS_PER_REPORT == 0 or self.step in ends:
+                seconds = time.monotonic() - started
+                print(
+                    f"step {self.step}/{self.size.num_steps} length {self.size.stages[stage].length} "
+                    f"{self.report()} minutes {seconds / 60:.1f} seconds/step {seconds / (self.step - first_step):.2f}",
+                    flush=True,
+                )
+            if self.step in ends or time.monotonic() - saved > SECONDS_PER_CHECKPOINT:
+                self._save()
+                saved = time.monotonic()
+            if self.step in ends:
+                self.export()
 
-    def build_tokenizer(self) -> PreTrainedTokenizerFast:
-        return build_tokenizer()
+    def _learn(self, stage: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.size.learning_rate * learning_rate(self.step, self.size.num_steps)
+        loss = self.loss(stage)
+        self.model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+
+    def _save(self) -> None:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.checkpoint)
+
+    def export(self) -> None:
+        """Writes the model folder, in bfloat16."""
+        copy.deepcopy(self.model).to("cpu", torch.bfloat16).save_pretrained(self.output)
+        build_tokenizer().save_pretrained(self.output)
 
     def loss(self, stage: int) -> torch.Tensor:
+        """Loss of the batch of step ``self.step``; adds to what is reported."""
         tokens, marks = (t.to(self.device) for t in draw_batch(self.seed, self.step, self.size, stage))
         with torch.autocast(self.device, torch.bfloat16):
             losses, hits, marks = losses_and_hits(self.model, tokens, marks)
@@ -204,6 +306,7 @@ class Trainer(TrainingRun):
         return (sums[1:] / counts[1:].clamp(min=1))[present].mean() + TEXT_LOSS_WEIGHT * losses.mean()
 
     def report(self) -> str:
+        """What the steps since the last report were like."""
         counts = self._counts.clamp(min=1)
         shares = (self._hits / counts).tolist()[1:]
         text = f"text {(self._text_loss / counts[0]).item():.3f} " + " ".join(
@@ -219,8 +322,12 @@ class Trainer(TrainingRun):
 
 
 def main() -> None:
-    parser = training_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="for work on the CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     Trainer(SIZES[arguments.size], arguments.output, arguments.seed, arguments.device).run()

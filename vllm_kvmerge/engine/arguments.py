@@ -98,10 +98,6 @@ class PluginConfig(BaseModel):
     requests that name no policy then get where it is the best; vllm-kvmerge serve takes the names of models whose files
     ship: demo, smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b. Default: none, and the policy is refused."""
 
-    head_pages: bool = True
-    """Whether heads with different budgets hold their entries in pages of their own. Otherwise every head has as many
-    places as the one with the largest budget needs, most of them empty: slower and larger, for comparison."""
-
     shared_contexts: bool = True
     """Whether compressed contexts stay in the prefix cache, if there is one, for later requests with the same context
     and policy."""
@@ -233,7 +229,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
         shares_contexts=shares_contexts(vllm_config),
         device_room=device_room,
         pool_bytes=vllm_config.cache_config.kv_cache_memory_bytes,
-        head_pages=options.head_pages and attention != "reference",  # that cannot follow a GPU's addresses
+        head_pages=attention != "reference",  # that cannot follow a GPU's addresses
     )
 
 

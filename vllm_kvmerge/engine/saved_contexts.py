@@ -84,7 +84,6 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
         "device": config.device_config.device_type,
         "kvzap": options.get("kvzap"),
         "head_budgets": options.get("head_budgets"),
-        "head_pages": options.get("head_pages", True),
     }
 
 

@@ -376,7 +376,7 @@ class Limits:
     def front_obstacle(self, coding: Coding) -> str | None:
         """Why fronts cannot be coded so; None: they can."""
         found = (self.shape.front_obstacles or {}).get(coding)
-        return found or (None if self.head_pages else "servers without head_pages")
+        return found or (None if self.head_pages else "attention in PyTorch on a GPU")
 
     @property
     def num_heads(self) -> int:

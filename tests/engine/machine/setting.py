@@ -1,7 +1,7 @@
 """A scheduler of ours without an engine: blocks of four tokens, pools of some tens, no model."""
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -42,7 +42,7 @@ block_hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 class Setting:
     """What an engine is started with. step_tokens: most of a step. chunk: most of a prompt in a step beside other
     requests; 0: as many as there is room for. max_seqs: requests that run at a time. external_tokens: that complete
-    caches have room for; None: as many as there are."""
+    caches have room for; None: as many as there are. head_pages: not where the reference runs attention on a GPU."""
 
     num_blocks: int = 40
     is_async: bool = False
@@ -67,11 +67,14 @@ class Setting:
         scheduling.max_num_seqs = self.max_seqs
         scheduling.policy = "priority" if self.by_priority else "fcfs"
         scheduling.async_scheduling = self.is_async
-        config.additional_config = {"kvmerge": {"head_pages": self.head_pages}}
         config.cache_config.num_gpu_blocks = self.num_blocks
         cls = AsyncCompressionScheduler if self.is_async else SyncCompressionScheduler
+        limits = replace(scheduler.request_limits(config), head_pages=self.head_pages)
         # The check is of what workers can do, whose operators on the CPU want larger blocks.
-        with patch.object(scheduler, "check_config"):
+        with (
+            patch.object(scheduler, "check_config"),
+            patch.object(scheduler, "request_limits", lambda config: limits),
+        ):
             return cls(
                 vllm_config=config,
                 kv_cache_config=self._cache(),
