@@ -22,7 +22,7 @@ from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as KEY
 from vllm_kvmerge.request.spec import parse_compression
 
 BUDGET, PROMPT, ANSWER, BLOCKS = 96, 400, 120, 50
-POLICIES = [name for name in sorted(PRESETS) if name not in ("kvzip", "kvzap")]
+POLICIES = [name for name in sorted(PRESETS) if name not in ("kvzip", "kvzip_once", "kvzap")]
 
 
 def params(policy: str | None, max_tokens: int = ANSWER, **fields) -> SamplingParams:

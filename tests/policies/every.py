@@ -82,11 +82,10 @@ def context_for(
         "queries": newest_queries(torch.randn(num_heads, 2, window, head_size, generator=generator), num_tokens),
         "output_weights": torch.randn(num_heads, 2, 12, head_size, generator=generator),
         "rotation": rope(head_size),
-        "head_budgets": HeadBudgets(
-            fingerprint="", shares=torch.rand(num_heads, num_heads, generator=generator).add(0.01).tolist()
-        ),
         "num_layers": num_heads,
     } | fields
+    shares = torch.rand(known["num_layers"], num_heads, generator=generator).add(0.01).tolist()
+    known = {"head_budgets": HeadBudgets(fingerprint="", shares=shares)} | known
     context = CompressionContext.of_layer(entries, budget, num_tokens, at_prompt_end, **known)
     if by_layer:
         layers = list(range(num_heads))

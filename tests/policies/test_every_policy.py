@@ -99,7 +99,8 @@ def test_300_decode_steps_stay_within_the_budget(name):
         assert_sound(compressed, context.capacity)
         assert ((kept == torch.arange(context.capacity)) | (kept < 0) | (kept >= context.capacity)).all()
         assert result.num_merged + result.num_evicted + int(compressed.is_live.sum()) == before
-        assert compressed.is_live.sum() <= num_heads * budget
+        of_layer_alone = policy.head_budgets(entries, context).sum()  # of what is known beforehand, layers share all
+        assert compressed.is_live.sum() <= (of_layer_alone if name == "calibrated" else num_heads * budget)
         assert compressed.positions.max() <= seen - 1
         assert all(set(range(num_sinks)) <= set(row) for row in compressed.positions.tolist())
         num_merged += result.num_merged
@@ -107,7 +108,9 @@ def test_300_decode_steps_stay_within_the_budget(name):
     assert (num_merged > 0) == (policy.merger.name != "drop")
 
 
-@pytest.mark.parametrize("name", [name for name, one in PRESETS.items() if one.allocator not in ("adaptive", "global")])
+@pytest.mark.parametrize(
+    "name", [name for name, one in PRESETS.items() if one.allocator not in ("adaptive", "global", "calibrated")]
+)
 def test_two_workers_do_what_one_does(name):
     policy = policy_of({"policy": name})
     entries = entries_for(policy, 2, num_heads=4, n=policy.min_budget + 60)

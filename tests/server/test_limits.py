@@ -22,7 +22,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     variables = failing.write_package(tmp_path_factory.mktemp("packages") / "site")
     options = ("--max-compaction-seconds", "0.5", "--max-compaction-bytes", str(48 << 20))
     options += "--external-cache-bytes", str(12 << 20), "--external-cache-dir", str(tmp_path_factory.mktemp("external"))
-    with serving(*options, "--allowed-policies", *ALLOWED, **variables) as server:
+    with serving(*options, "--head-budgets", "demo", "--allowed-policies", *ALLOWED, **variables) as server:
         yield server
 
 

@@ -21,6 +21,7 @@ from vllm_kvmerge.ops import PagedKVCache, ScoreMode, cell_bytes
 from vllm_kvmerge.policies import PRESETS, CompressionPolicy, Entries, tiles
 from vllm_kvmerge.policies.allocators import Uniform
 from vllm_kvmerge.policies.errors import as_part_error
+from vllm_kvmerge.policies.head_budgets import HeadBudgets
 from vllm_kvmerge.request.spec import parse_compression
 
 NUM_LAYERS, NUM_HEADS, GROUPS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 2, 16, 16, 128
@@ -75,6 +76,9 @@ class Worker:
             list(range(NUM_HEADS)),
             output_weights=lambda layer: weights[layer],
             rotation=rope(HEAD_SIZE),
+            head_budgets=HeadBudgets(
+                fingerprint="", shares=torch.rand(NUM_LAYERS, NUM_HEADS, generator=self.generator).add(0.1).tolist()
+            ),
         )
         free = (torch.randperm(num_blocks - 1, generator=self.generator) + 1).tolist()
         self.first, self.second, self.third = [], [], []
