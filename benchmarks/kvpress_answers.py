@@ -123,7 +123,7 @@ def main() -> None:
     model = Model(given["model"], given["dtype"], given["kvzap"])
     answers, kept = [], []
     for done, job in enumerate(given["jobs"]):
-        if done % 500 == 0:
+        if done % 50 == 0:
             print(f"kvpress: {done} of {len(given['jobs'])}", file=sys.stderr, flush=True)
         answer, left = model.answer(**job)
         answers.append(answer)

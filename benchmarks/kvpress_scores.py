@@ -247,6 +247,12 @@ OWN = {
     "pyramidkv": Method({"policy": "pyramidkv"}, scorer("PyramidKVPress")),
     "adakv": Method({"policy": "adakv"}, over("AdaKVPress", scorer("SnapKVPress"))),
     "criticalkv": Method({"policy": "criticalkv"}, over("CriticalKVPress", scorer("SnapKVPress"))),
+    "chunkkv": Method({"policy": "chunkkv"}, over("ChunkKVPress", scorer("SnapKVPress"))),
+    "chunkkv, best of each": Method(
+        {"policy": "chunkkv", "allocator": "adaptive", "chunk_length": 16},
+        over("EntropyGatedChunkKVPress", scorer("SnapKVPress")),
+        ("chunkkv, best of each: heads that share a layer's budget here, EG-ChunkKV there",),
+    ),
     "expected_attention": Method({"policy": "expected_attention"}, scorer("ExpectedAttentionPress")),
     "expected_attention, adaptive": Method(
         {"policy": "expected_attention", "allocator": "adaptive"}, over("AdaKVPress", expected_press)

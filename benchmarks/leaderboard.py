@@ -228,6 +228,11 @@ class Row:
         return not self.parameters or self._parsed.policy.tracker.prompt_window != "all"
 
     @property
+    def calibrated(self) -> bool:
+        """True if servers need to know the budgets of their model's heads."""
+        return bool(self.parameters) and self._parsed.policy.allocator.needs_head_budgets
+
+    @property
     def for_turns(self) -> bool:
         """True if it suits chats that go on from what their last turn has left."""
         try:
@@ -300,14 +305,18 @@ def level_with_best(rows: list[Row]) -> set[str]:
 
 
 def ranked_for_default(rows: list[Row], current: set[str]) -> list[Row]:
-    """By score, behind the default, and behind those of ``current`` that are level with the best of their kind."""
+    """By score, behind the default, and behind those of ``current`` that are level with the best of their kind. Before
+    all comes the default of calibrated servers: the best of what they alone have, if it is level with the best."""
     level, ranked = level_with_best(rows), [row for row in rows if DECIDING in row.score]
-    candidates = [row for row in ranked if row.takes_cached]
+    candidates = [row for row in ranked if row.takes_cached and not row.calibrated]
     chosen = next((row for row in candidates if row.policy in level and not row.reads_twice), candidates[0])
-    turns = [row for row in ranked if row.for_turns]
+    turns = [row for row in candidates if row.for_turns]
     kinds = [kind for kind in (turns, [row for row in turns if not row.uneven]) if kind]
     stays = current & {policy for kind in kinds for policy in level_with_best(kind)}
-    return sorted(ranked, key=lambda row: (row is not chosen, row.policy not in stays))  # by score otherwise
+    first = next((row for row in ranked if row.calibrated and row.policy in level), chosen)
+    return sorted(
+        ranked, key=lambda row: (row is not first, row is not chosen, row.policy not in stays)
+    )  # then by score
 
 
 def table(tasks: list[str], rows: list[Row], has_held: bool) -> list[str]:
@@ -361,6 +370,7 @@ def recommended(
                 label=row.policy,
                 parameters=row.parameters,
                 uneven=row.uneven,
+                calibrated=row.calibrated,
                 for_turns=row.for_turns,
                 score={str(b): tuple(round(x, 3) for x in row.interval(b)) for b in row.score if b},  # type: ignore[misc]
                 held=round(held[row.policy], 3),
@@ -422,12 +432,13 @@ def defaults(found: Recommendations) -> list[str]:
     lines = [
         "## What a request without a policy gets",
         "",
-        "| request | policy | with `allocator: uniform` |",
-        "|---|---|---|",
+        "| request | policy | [calibrated](operations.md#calibration) | with `allocator: uniform` |",
+        "|---|---|---|---|",
     ]
     for request, case, for_turns in asked:
         best, even = (found.best(case, even, for_turns).label for even in (False, True))
-        lines.append(f"| {request} | `{best}` | `{even}` |")
+        calibrated = found.best(case, for_turns=for_turns, is_calibrated=True).label
+        lines.append(f"| {request} | `{best}` | `{calibrated}` | `{even}` |")
     return [
         *lines,
         "",

@@ -14,7 +14,7 @@ from rich.progress import track
 from vllm_side import plugin_engine
 
 from vllm_kvmerge import compression
-from vllm_kvmerge.demo import named
+from vllm_kvmerge.demo import head_budgets_path, named
 
 
 def main() -> None:
@@ -24,10 +24,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.25)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--policies", nargs="+", default=["snapkv", "expected_attention", "fused", "kvzip_once", "kvzip"]
+        "--policies", nargs="+", default=["snapkv", "expected_attention", "calibrated", "kvzip_once", "kvzip"]
     )
     parser.add_argument("--kvzap", help="folder of the model's KVzap model, for --policies kvzap")
     arguments = parser.parse_args()
+    own = {"kvzap": arguments.kvzap, "head_budgets": head_budgets_path(arguments.model)}
     engine = plugin_engine(
         named(arguments.model),
         1 << 30,
@@ -35,7 +36,7 @@ def main() -> None:
         load_format="auto",
         skip_tokenizer_init=False,
         dtype="bfloat16",
-        additional_config={"kvmerge": {"max_compaction_seconds": 600, "kvzap": arguments.kvzap}},
+        additional_config={"kvmerge": {"max_compaction_seconds": 600, **own}},
     )
     from vllm import SamplingParams
 

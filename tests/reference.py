@@ -22,8 +22,8 @@ Integers without an upper bound are limited to {MAX_TOKENS}.
 
 METRICS = """## Metrics
 
-Labels are `policy` and `engine` unless listed. [Operations](operations.md#metrics) has alerts, and
-`vllm:kvmerge_metrics_write_errors`, which a server adds.
+Labels are `policy` and `engine` unless listed. A server adds `vllm:kvmerge_metrics_write_errors`, values that could not
+be written to disk. [Which to watch](operations.md#metrics).
 """
 
 

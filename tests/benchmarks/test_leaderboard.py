@@ -55,6 +55,16 @@ def test_the_default_reads_the_prompt_once_where_that_is_level_with_the_best():
     assert [row.policy for row in ranked_for_default(rows, set())][0] == "kvzip"
 
 
+def test_what_calibrated_servers_have_comes_first_where_it_is_level_with_the_best():
+    """Otherwise behind the default, by score."""
+    for scores, ranked in (
+        ({"kvzip": 1.0, "calibrated": 0.95, "h2o": 0.2}, ["calibrated", "kvzip", "h2o"]),
+        ({"kvzip": 1.0, "calibrated": 0.4, "h2o": 0.2}, ["kvzip", "calibrated", "h2o"]),
+        ({"h2o": 1.0, "calibrated": 0.95, "kvzip": 0.5}, ["calibrated", "h2o", "kvzip"]),
+    ):
+        assert [row.policy for row in ranked_for_default(board(**scores)[1], set())] == ranked
+
+
 def test_a_default_stays_until_another_is_better():
     for score, ranked in ((0.55, ["h2o", "snapkv"]), (0.05, ["snapkv", "h2o"])):
         _, rows = board(kvzip=1.0, snapkv=0.6, h2o=score)

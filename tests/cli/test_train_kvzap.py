@@ -13,7 +13,8 @@ from tests.engine.conftest import random_prompt
 from tests.engine.test_repetition import dense_scores
 from vllm_kvmerge import demo
 from vllm_kvmerge.cli import main
-from vllm_kvmerge.cli.train_kvzap import _arguments, _texts, kvzip_scores
+from vllm_kvmerge.cli.scored_texts import kvzip_scores, texts_of
+from vllm_kvmerge.cli.train_kvzap import _arguments
 from vllm_kvmerge.demo.recall import draw_prompt
 from vllm_kvmerge.engine.surrogate import Surrogate, check_surrogate, fingerprint
 
@@ -74,7 +75,7 @@ def test_texts_of_tasks(tmp_path):
     data = {"model": "demo", "policies": ["full"], "tasks": tasks, "samples": 3, "seed": 7}
     (tmp_path / "texts.yaml").write_text(yaml.safe_dump(data))
     command = ["demo", "--texts", str(tmp_path / "texts.yaml"), "--num-texts", "5", "--output", str(tmp_path)]
-    texts, tokenizer = list(_texts(_arguments(command))), AutoTokenizer.from_pretrained(demo.model_path())
+    texts, tokenizer = list(texts_of(_arguments(command))), AutoTokenizer.from_pretrained(demo.model_path())
     assert len(texts) == len(set(texts)) == 5
     assert [len(tokenizer.encode(text)) // 100 for text in texts] == [1, 2, 1, 2, 1]
 
@@ -90,7 +91,7 @@ def test_texts_of_a_folder(capsys, tmp_path):
     assert main([*command, "--max-tokens", "100"]) == 0
     assert "2 of 2 texts" in capsys.readouterr().out
     args = _arguments([*command[1:], "--max-tokens", "100"])
-    first, second = _texts(args)
+    first, second = texts_of(args)
     assert first != second and all(text in words and text.startswith("remember") for text in (first, second))
     assert "the folder holds no text long enough (allowed: .md, " in refusal(capsys, *command, "--max-tokens", "5000")
 

@@ -38,7 +38,7 @@ BLOCK_SIZE, NUM_BLOCKS, NUM_FULL, MAX_TOKENS = 32, 400, 2, 24
 BYTES_PER_BLOCK = NUM_FULL * 2 * BLOCK_SIZE * (2 * 32 * 4 + 16)
 """Of as many layers as a group has, in float32."""
 
-POLICIES = sorted(set(PRESETS) - {"kvzap"})
+POLICIES = sorted(set(PRESETS) - {"kvzap", "calibrated"})
 """But for one that needs a model of its own."""
 
 Job = tuple[list[int], SamplingParams]

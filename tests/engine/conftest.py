@@ -131,6 +131,10 @@ def engine_with(**arguments: Any) -> Iterator[Engine]:
         llm.llm_engine.engine_core.shutdown()
 
 
+DEMO_FILES = {"kvzap": demo.kvzap_path(), "head_budgets": demo.head_budgets_path("demo")}
+"""What requests to the demo model may need besides."""
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     from vllm_kvmerge.evaluation.continuation import ForcedContinuation
@@ -138,7 +142,7 @@ def engine() -> Iterator[Engine]:
     with engine_with(
         **engine_arguments(),
         kv_cache_memory_bytes=NUM_BLOCKS * BYTES_PER_BLOCK,
-        additional_config={"kvmerge": {"kvzap": demo.kvzap_path()}},
+        additional_config={"kvmerge": DEMO_FILES},
         logits_processors=[ForcedContinuation],
     ) as engine:
         yield engine

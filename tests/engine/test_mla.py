@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 __all__ = ["scores"]  # a fixture
 
 LATENT, BLOCK_SIZE = 576, 16
-ELSEWHERE = dict.fromkeys(("criticalkv", "expected_attention", "triattention", "compactor"), "selector")
+ELSEWHERE = dict.fromkeys(("criticalkv", "expected_attention", "triattention", "compactor", "calibrated"), "selector")
 ELSEWHERE |= dict.fromkeys(("kvzap", "kvzip_once"), "tracker")
 """Policies that evict, but need what latents do not have, and the part that does."""
 

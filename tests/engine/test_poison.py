@@ -10,10 +10,10 @@ import pytest
 from vllm import SamplingParams
 
 from tests.demo_model import BYTES_PER_BLOCK
-from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, engine_with
+from tests.engine.conftest import DEMO_FILES, NUM_BLOCKS, Engine, engine_arguments, engine_with
 from tests.engine.test_stress import Job, assert_answers_alone, draw_jobs, run_together
 from tests.engine.test_stress_contexts import check_sharing
-from vllm_kvmerge import compression, demo
+from vllm_kvmerge import compression
 from vllm_kvmerge.ops.coded import CODINGS
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, CompressionError
 
@@ -43,7 +43,7 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(scope="module")
 def poisoned():
     """An engine whose freed blocks are NaN."""
-    own = {"kvzap": demo.kvzap_path(), "debug_poison_freed": True, "compaction_workspace_bytes": 1 << 20}
+    own = DEMO_FILES | {"debug_poison_freed": True, "compaction_workspace_bytes": 1 << 20}
     # On a machine that is busy with other things, a compression takes longer than it may.
     own["max_compaction_seconds"] = 600.0
     size = {"kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK}

@@ -19,7 +19,7 @@ pytestmark = [needs_avx512, pytest.mark.slow]
 
 NUM_BLOCKS = 150
 LENGTHS = (5, 130, 600)
-ALL = [name for name in sorted(PRESETS) if name not in ("full", "kvzap")]
+ALL = [name for name in sorted(PRESETS) if name not in ("full", "kvzap", "calibrated")]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,19 @@ from vllm import SamplingParams
 
 from tests.demo_model import BYTES_PER_BLOCK
 from tests.engine.architectures import check_company_and_preemption, jobs
-from tests.engine.conftest import NUM_BLOCKS, Engine, engine_arguments, engine_with, in_a_process, random_prompt, run
+from tests.engine.conftest import (
+    DEMO_FILES,
+    NUM_BLOCKS,
+    Engine,
+    engine_arguments,
+    engine_with,
+    in_a_process,
+    random_prompt,
+    run,
+)
 from tests.engine.test_small_pool import POOL, small_pool
 from tests.engine.test_tensor_parallel import NUM_TOKENS, generate
-from vllm_kvmerge import compression, demo
+from vllm_kvmerge import compression
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.request.proof import PROOFS_KEY
 
@@ -63,7 +72,7 @@ def forget_numba() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     # Answers are compared with stock vLLM's.
-    own = {"kvmerge": {"kvzap": demo.kvzap_path(), "plain_attention": "vllm"}}
+    own = {"kvmerge": DEMO_FILES | {"plain_attention": "vllm"}}
     with with_drafts(), engine_with(**arguments(), additional_config=own) as engine:
         yield engine
 

@@ -6,8 +6,8 @@ import numpy as np
 from vllm import SamplingParams
 
 from tests.demo_model import BYTES_PER_BLOCK
-from tests.engine.conftest import NUM_BLOCKS, engine_arguments, in_a_process, random_prompt
-from vllm_kvmerge import compression, demo, kvmerge_engine_args
+from tests.engine.conftest import DEMO_FILES, NUM_BLOCKS, engine_arguments, in_a_process, random_prompt
+from vllm_kvmerge import compression, kvmerge_engine_args
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY, parse_compression
@@ -49,7 +49,7 @@ def splits_among_heads(extra: dict | None) -> bool:
     """Whether heads compete for the budget: a worker splits it among its own, and with two heads there is nothing to
     split."""
     config = parse_compression(extra[EXTRA_ARGS_KEY]) if extra and EXTRA_ARGS_KEY in extra else None
-    return config is not None and config.policy.allocator.name in ("adaptive", "global")
+    return config is not None and config.policy.allocator.name in ("adaptive", "global", "calibrated")
 
 
 def test_two_workers_equal_one(engine, tmp_path):
@@ -76,7 +76,7 @@ def test_two_workers_equal_one(engine, tmp_path):
         told.append((random_prompt(rng, 400), compression(policy, budget=96, front=front, decode="grow", **fields)))
     arguments = engine_arguments() | {
         "kv_cache_memory_bytes": NUM_BLOCKS * BYTES_PER_BLOCK,
-        "additional_config": {"kvmerge": {"kvzap": demo.kvzap_path()}},
+        "additional_config": {"kvmerge": DEMO_FILES},
     }
     whole, again = answers(tmp_path, arguments, told)
     (first, reports), second = zip(*whole, strict=True), [tokens for tokens, _ in again]

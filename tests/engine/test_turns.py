@@ -13,7 +13,7 @@ FIRST, QUESTION, ANSWER = 300, 24, 20
 POLICIES = {
     "streaming_llm": "bounded", "keydiff": "bounded", "h2o": "bounded", "keepkv": "bounded", "morphkv": "bounded",
     "zsmerge": "bounded", "adakv": "bounded", "kvzap": "bounded", "snapkv": "grow", "kvzip": "grow",
-    "adakv grow": "grow", "morphkv cache": "bounded", "adakv cache": "bounded",
+    "calibrated": "bounded", "adakv grow": "grow", "morphkv cache": "bounded", "adakv cache": "bounded",
 }  # fmt: skip
 
 

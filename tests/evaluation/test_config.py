@@ -30,6 +30,18 @@ from vllm_kvmerge.evaluation.runner import cells_of
         ({"tasks": [{"task": "demo_recall", "metric": "f1"}]}, "tasks.0.metric: Input should be 'agreement', got 'f1'"),
         ({"tasks": [{"task": "demo_text", "metric": "agreement"}]}, "tasks.0: metric: demo_text gives the model its"),
         ({"temperature": 0.5}, "temperature: unknown field; allowed: model, policies, budgets"),
+        (
+            {"sampling": {"min_p": 0.1}},
+            "sampling.min_p: unknown field; allowed: temperature, top_p, top_k, repetition_",
+        ),
+        (
+            {"sampling": {"temperature": -1.0}},
+            "sampling.temperature: Input should be greater than or equal to 0, got -1",
+        ),
+        (
+            {"sampling": {"temperature": 1.0}, "tasks": [{"task": "demo_recall", "metric": "agreement"}]},
+            "sampling.temperature: demo_recall metric=agreement compares most probable tokens; allowed: 0",
+        ),
         ({"engine": {"max_len": 5}}, "engine.max_len: unknown field; allowed: dtype, max_model_len, "),
         ({"endpoint": {"url": "localhost"}}, "endpoint.url: String should match pattern '^https?://', got 'localhost'"),
         ({"endpoint": {"url": "http://x"}, "engine": {"dtype": "float32"}}, "engine: its options are for the engine"),

@@ -15,7 +15,7 @@ from vllm_kvmerge.policies import PRESETS
 
 RUNNERS = ("v1", "v2")
 DTYPES = {"float32": 4, "bfloat16": 2}
-POLICIES = sorted(set(PRESETS) - {"kvzap"})
+POLICIES = sorted(set(PRESETS) - {"kvzap", "calibrated"})
 """All but the one that reads hidden states, which compiled models do not show."""
 OFTEN = ("streaming_llm", "h2o", "snapkv", "keepkv", "zsmerge", "morphkv", "grkv")
 FEW = (*OFTEN, "adakv")

@@ -4,6 +4,7 @@ Each model is made with random weights, run by stock vLLM and then by the plugin
 """
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,18 @@ from tests.models.architectures import ARGUMENTS, MODELS, write_model
 from tests.models.probe import FEATURES, arguments, prompts
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
-HEADER = """# Support matrix
+HEADER = f"""# Support matrix
 
 Each model has a few small random-weight layers, built from Transformers' configuration. Stock vLLM and the plugin run
-it on the CPU, in float32 unless its name says otherwise. `python -m tests.models.matrix` writes this page;
-`make test-all` checks its rows.
+it on the CPU, in float32 unless its name says otherwise. `python -m tests.models.matrix` writes this page.
 
 - **plain**: requests without a policy generate stock vLLM's tokens.
-- **policies** (without `kvzap`, which needs a predictor trained for the model): each generates 64 tokens after a prompt
-  of 300, and its live entries stay within the budget. Afterwards every block is free, and plain requests generate the
-  same tokens as before.
-- The other columns are [fields of a request](request-field.md), each tried with one policy. What is not supported is
-  refused with HTTP status 400; the notes say why.
+- **policies** (without `kvzap` and `calibrated`, which need a file made for the model): each generates 64 tokens after
+  a prompt of 300 and stays within its budget. Afterwards every block is free, and plain requests generate the same
+  tokens.
+- **fields** of a [request](request-field.md), each tried with one policy: {", ".join(FEATURES)}.
+
+What is not supported is refused with HTTP status 400; the notes say why.
 
 """
 
@@ -62,25 +63,31 @@ def row(name: str, found: dict[str, Any], notes: dict[str, str]) -> str:
     def note(reason: str) -> str:
         return notes.setdefault(reason, f"[^{len(notes) + 1}]")
 
+    def summary(found: dict[str, str | None]) -> str:
+        left_out: dict[str, list[str]] = {}
+        for one, reason in found.items():
+            if reason is not None:
+                left_out.setdefault(_without_subject(reason), []).append(one)
+        if not left_out:
+            return f"all {len(found)}"
+        some = "; ".join(f"{', '.join(names)}{note(reason)}" for reason, names in left_out.items())
+        return f"{len(found) - sum(map(len, left_out.values()))}, not {some}"
+
     if found["refused"]:
-        return f"| {name} | refused{note(found['refused'])} |" + " |" * (len(FEATURES) + 1)
-    left_out: dict[str, list[str]] = {}
-    for policy, reason in found["policies"].items():
-        if reason is not None:
-            left_out.setdefault(reason, []).append(policy)
-    policies = f"all {len(found['policies'])}"
-    if left_out:
-        some = ", ".join(f"{' '.join(names)}{note(reason)}" for reason, names in left_out.items())
-        policies = f"{len(found['policies']) - sum(map(len, left_out.values()))}, not {some}"
-    features = [f"no{note(reason)}" if reason else "yes" for reason in found["features"].values()]
-    cells = [name, "yes" if found["is_plain"] else "**no**", policies, *features]
+        return f"| {name} | refused{note(found['refused'])} | | |"
+    cells = [name, "yes" if found["is_plain"] else "**no**", summary(found["policies"]), summary(found["features"])]
     return f"| {' | '.join(cells)} |"
+
+
+def _without_subject(reason: str) -> str:
+    """The reason without the part or value that it is about, so that others can share its note."""
+    return re.sub(r"^'\w+'( of the policy '\w+')? ", "", reason)
 
 
 def page(found: dict[str, dict[str, Any]]) -> str:
     """The whole page."""
     notes: dict[str, str] = {}
-    head = ["model", "plain", "policies", *FEATURES]
+    head = ["model", "plain", "policies", "fields"]
     rows = [
         f"| {' | '.join(head)} |",
         "|---" * len(head) + "|",

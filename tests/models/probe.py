@@ -75,7 +75,7 @@ def probe(folder: str, own: dict[str, Any], stock: list[list[int]] | None) -> di
                 raise
             return {"refused": reason.split("\n")[0].split("; allowed")[0]}
         plain = engine.tokens(prompts(), greedy(24))
-        names = sorted(set(PRESETS) - {"kvzap"})
+        names = sorted(set(PRESETS) - {"kvzap", "calibrated"})
         policies = {name: refusal(engine, True, policy=name, **SMALL.get(name, {})) for name in names}
         features = {name: refusal(engine, False, **fields) for name, fields in FEATURES.items()}
         assert engine.llm.reset_prefix_cache()

@@ -7,6 +7,7 @@ import torch
 
 from tests.policies.sampling import newest_queries, random_entries, rope
 from vllm_kvmerge.policies import PRESETS, CompressionContext, CompressionPolicy, Entries, Heads
+from vllm_kvmerge.policies.head_budgets import HeadBudgets
 from vllm_kvmerge.request.spec import parse_compression
 
 REQUESTS = [
@@ -22,6 +23,7 @@ REQUESTS = [
     {"policy": "zsmerge", "allocator": "adaptive"},
     {"policy": "streaming_llm", "merger": "zip", "allocator": "pyramid", "ratio": 5.0},
     {"policy": "expected_attention", "selector": "fused", "allocator": "adaptive"},
+    {"policy": "keydiff", "allocator": "calibrated", "before_rope": True},
     {"policy": "rkv", "selector": "fused", "of": ["rkv", "top_scores", "knorm"], "by": "sum_rank"},
 ]
 """Every preset, and parts that no preset combines."""
@@ -80,6 +82,9 @@ def context_for(
         "queries": newest_queries(torch.randn(num_heads, 2, window, head_size, generator=generator), num_tokens),
         "output_weights": torch.randn(num_heads, 2, 12, head_size, generator=generator),
         "rotation": rope(head_size),
+        "head_budgets": HeadBudgets(
+            fingerprint="", shares=torch.rand(num_heads, num_heads, generator=generator).add(0.01).tolist()
+        ),
         "num_layers": num_heads,
     } | fields
     context = CompressionContext.of_layer(entries, budget, num_tokens, at_prompt_end, **known)

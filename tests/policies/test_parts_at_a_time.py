@@ -23,7 +23,13 @@ def test_joining_in_parts(monkeypatch):
 
 @pytest.mark.parametrize(
     "selector",
-    [KeyNorm(), KeyDiff(), ValueLeverage(), Critical(window_size=2, kernel_size=1), ExpectedAttention()],
+    [
+        KeyNorm(),
+        KeyDiff(before_rope=True),
+        ValueLeverage(),
+        Critical(window_size=2, kernel_size=1),
+        ExpectedAttention(),
+    ],
     ids=lambda s: s.name,
 )
 def test_selectors_that_read_all_keys_or_values(selector, monkeypatch):

@@ -25,6 +25,7 @@ from vllm_kvmerge.policies import (
 from vllm_kvmerge.policies.allocators.variance import Variance
 from vllm_kvmerge.policies.base import MAX_QUERIES, Allocator, Merger, Part, Selector, Tracker
 from vllm_kvmerge.policies.choice import PartNames
+from vllm_kvmerge.policies.head_budgets import HeadBudgets
 
 CLASSES = {f"{kind}-{name}": part for kind, classes in PARTS.items() for name, part in classes.items()}
 
@@ -132,7 +133,9 @@ def budgets_of_layers(allocator: Allocator, n: int, budget: int, statistics: tor
     """Of one head in each layer. statistics: ``[num_layers]``."""
     num_layers = len(statistics)
     entries, spread = random_entries(0, num_heads=num_layers, n=n), statistics.expand(num_layers, -1)
-    context = CompressionContext.of_layer(entries, budget, n, True, layer_statistics=spread, min_budget=least)
+    known = HeadBudgets(fingerprint="", shares=(1 + spread[0].nan_to_num(0.0).clamp(max=63.0)).unsqueeze(1).tolist())
+    fields = {"layer_statistics": spread, "min_budget": least, "head_budgets": known}
+    context = CompressionContext.of_layer(entries, budget, n, True, **fields)
     heads = Heads.of(list(range(num_layers)), [0], num_layers, gather=lambda tensor: tensor)
     return allocator.head_budgets(entries, entries.scores, replace(context, heads=heads)).tolist()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.examples import examples
-from tests.policies.sampling import SEEDS, as_worker, for_parts, in_layer, live, random_entries
+from tests.policies.sampling import SEEDS, as_worker, for_parts, in_layer, live, random_entries, rope
 from vllm_kvmerge.policies import DEAD, CompressionContext, Entries, Selector, noise
 from vllm_kvmerge.policies.base import HeadShape
 from vllm_kvmerge.policies.noise import uniform
@@ -61,7 +61,12 @@ def chunk_means(values: list[float], size: int, last: int) -> list[float]:
 
 
 def by_difference(selector: KeyDiff, entries: Entries, head: int, order: list[int], end: int) -> list[float]:
-    keys = torch.nn.functional.normalize(entries.keys[head, order].double(), dim=-1)
+    keys = entries.keys[head, order].double()
+    if selector.before_rope:
+        angles = entries.positions[head, order].double().outer(1e4 ** -(torch.arange(0, 8, 2).double() / 8))
+        unturned = torch.complex(*keys.chunk(2, 1)) * torch.polar(torch.ones_like(angles), -angles)
+        keys = torch.cat([unturned.real, unturned.imag], 1)
+    keys = torch.nn.functional.normalize(keys, dim=-1)
     return (-torch.cosine_similarity(keys, keys.mean(0, keepdim=True))).tolist()
 
 
@@ -127,7 +132,10 @@ CASES = {
         st.builds(KeyNorm, num_sink_tokens=SINKS, recent_window=WINDOWS),
         lambda _, entries, head, order, end: (-entries.keys[head, order].norm(dim=-1)).tolist(),
     ),
-    "keydiff": (st.builds(KeyDiff, num_sink_tokens=SINKS, recent_window=WINDOWS), by_difference),
+    "keydiff": (
+        st.builds(KeyDiff, num_sink_tokens=SINKS, recent_window=WINDOWS, before_rope=st.booleans()),
+        by_difference,
+    ),
     "value_leverage": (st.builds(ValueLeverage, num_sink_tokens=SINKS, recent_window=WINDOWS), by_leverage_of_values),
     "tova": (
         st.builds(Tova, recent_window=WINDOWS),
@@ -160,7 +168,8 @@ def test_what_is_protected_and_what_ranks_highest_stays(name, seed, num_heads, m
         entries.scores.nan_to_num_(nan=0.0)
     budget = data.draw(st.integers(selector.min_budget, n - 1))
     num_slots = data.draw(st.integers(0, budget - selector.min_budget))
-    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True, layer=2, num_slots=num_slots)
+    known = {"layer": 2, "num_slots": num_slots, "rotation": rope(8)}
+    context = CompressionContext.of_layer(entries, budget, n, at_prompt_end=True, **known)
     num_sinks, num_kept = getattr(selector, "num_sink_tokens", 0), budget - num_slots
     window = getattr(selector, "window_size", getattr(selector, "recent_window", 0))
     assert selector.min_budget == num_sinks + (1 if window is None else window) + 1

@@ -12,10 +12,24 @@ from vllm_kvmerge.request.limits import Limits, ModelShape, most_entries, most_p
 from vllm_kvmerge.request.spec import CompressionError, CompressionSpec, parse_compression
 
 LLAMA_8B = ModelShape(
-    num_layers=32, num_kv_heads=8, group_size=4, head_size=128, hidden_size=4096, item_size=2, has_surrogate=True
+    num_layers=32,
+    num_kv_heads=8,
+    group_size=4,
+    head_size=128,
+    hidden_size=4096,
+    item_size=2,
+    has_surrogate=True,
+    has_head_budgets=True,
 )
 DEMO = ModelShape(
-    num_layers=4, num_kv_heads=2, group_size=4, head_size=32, hidden_size=256, item_size=2, has_surrogate=True
+    num_layers=4,
+    num_kv_heads=2,
+    group_size=4,
+    head_size=32,
+    hidden_size=256,
+    item_size=2,
+    has_surrogate=True,
+    has_head_budgets=True,
 )
 LIMITS = Limits(None, 256 << 20, 5.0, DEMO, block_size=32, max_model_len=32768, head_pages=True)
 
@@ -49,7 +63,7 @@ COMPILED = {"hidden_states_obstacle": "compiles the model"}
 LATENT = {"front_obstacles": {"int8": "models that keep one latent for keys and values (MLA)"}}
 SMALL = {"front_obstacles": {"int4": "head sizes below 32"}}
 CODED = {"policy": "snapkv", "front": "int8"}
-BARE = {"has_surrogate": False}
+BARE = {"has_surrogate": False, "has_head_budgets": False}
 MORPHKV_MAX = {"policy": "morphkv", "group_fusion": "max"}
 PRESSED = {"policy": "h2o", "trigger": "pressure"}
 MATCHING = {"policy": "snapkv", "merger": "attention_matching"}
@@ -62,6 +76,7 @@ REFUSED = [
     (M_ROPE, "compactor", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "triattention", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "fused", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
+    (M_ROPE, "calibrated", "selector", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, "kvzip_once", "tracker", "before RoPE, but the model has M-RoPE; allowed: another"),
     (M_ROPE, IN_CACHE, "positions", "'cache' rotates keys, but the model has M-RoPE; allowed: 'text'"),
     *(
@@ -83,6 +98,7 @@ REFUSED = [
     (LATENT, CODED, "front", "'int8' is not for models that keep one latent.*; allowed: null"),
     (SMALL, CODED | {"front": "int4"}, "front", "'int4' is not for head sizes below 32; allowed: null"),
     (BARE, "kvzap", "tracker", "'predicted' needs a KVzap model, .* allowed: another tracker, or on .* --kvzap"),
+    (BARE, "calibrated", "allocator", "'calibrated' needs the budgets of the model's heads, .* --head-budgets"),
     (COMPILED, "kvzap", "tracker", COMPILES),
     (COMPILED, NORMALIZED, "normalized", COMPILES),
 ]

@@ -5,6 +5,7 @@ import json
 import jsonschema
 import pytest
 
+from vllm_kvmerge.policies.base import ServedModel
 from vllm_kvmerge.request.catalogue import describe_policies
 from vllm_kvmerge.request.recommended import recommendations
 from vllm_kvmerge.request.schema import field_schema
@@ -26,6 +27,22 @@ def test_a_chat_gets_what_later_turns_need_and_reads_nothing_twice():
         and parse_compression({"budget": 512, "reuse": "turns"}).policy
         == parse_compression(best.parameters | {"budget": 512}).policy
     )
+
+
+def test_a_server_that_knows_what_heads_need_has_its_own_default():
+    """It reads a context once, and compresses what later turns need; its text says so to whoever parses it."""
+    plain, calibrated = ServedModel("llama"), ServedModel("llama", is_calibrated=True)
+    for asked in ({"budget": 0.25, "context_tokens": 100}, {"budget": 512, "reuse": "turns", "interval": 9}):
+        spec = parse_compression(asked)
+        assert spec.for_model(plain).policy == spec.policy
+        found = spec.for_model(calibrated)
+        assert found.name == "calibrated" and parse_compression(found.text) == found
+        assert json.loads(found.text).items() >= asked.items()
+        assert found.decode == ("bounded" if "reuse" in asked else "grow")
+    for named in ({"policy": "snapkv", "budget": 0.25}, {"budget": 0.25, "allocator": "uniform", "context_tokens": 9}):
+        spec = parse_compression(named)
+        assert spec.for_model(calibrated).policy == spec.policy
+    assert describe_policies(is_calibrated=True)["recommended"]["later"] == "calibrated"
 
 
 def test_what_a_request_asks_for_comes_before_what_its_case_gets():
@@ -59,6 +76,7 @@ def test_the_table_has_policies_for_every_case():
             config = parse_compression(row.parameters | {"budget": 0.5})
             assert not (row.for_turns and config.policy.tracker.repeats_context)
             assert row.uneven == (config.policy.allocator.name != "uniform")
+            assert row.calibrated == config.policy.allocator.needs_head_budgets
             # Every server can run it.
             assert not config.policy.tracker.predicts_scores and not config.policy.tracker.normalizes
 

@@ -37,6 +37,20 @@ def test_the_real_server(server, config: str, tmp_path: Path) -> None:
     assert server.url in (out / "report.html").read_text()
 
 
+def test_answers_are_drawn_as_the_configuration_says(server, tmp_path: Path) -> None:
+    def answers(name: str, **changes: Any) -> list[str]:
+        tasks = [{"task": "demo_repetition", "length": 64, "max_tokens": 16}]
+        config = write_config(tmp_path / "c.yaml", policies=["full"], samples=3, tasks=tasks, **changes)
+        out = tmp_path / name
+        assert main(["eval", str(config), "--endpoint", server.url, "--output", str(out)]) == 0
+        return [json.loads(line)["prediction"] for line in sorted((out / "results.jsonl").read_text().splitlines())]
+
+    drawn = {"temperature": 2.0}
+    assert answers("drawn", sampling=drawn) == answers("again", sampling=drawn)
+    assert answers("greedy") not in (answers("drawn", sampling=drawn), [""] * 3)
+    assert answers("one token", sampling=drawn | {"top_k": 1}) == answers("greedy")
+
+
 def test_agreement_without_references(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     out = tmp_path / "out"

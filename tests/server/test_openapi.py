@@ -44,7 +44,7 @@ def references(node: Any) -> set[str]:
 
 
 def test_generation_bodies_have_the_field(app: FastAPI) -> None:
-    app.state.args.additional_config = {"kvmerge": {"kvzap": "some/model"}}
+    app.state.args.additional_config = {"kvmerge": {"kvzap": "some/model", "head_budgets": "some.json"}}
     KVMergeEndpoint().attach_router(app)
     models = app.openapi()["components"]["schemas"]
     for name in TAKING:
@@ -76,9 +76,9 @@ def test_policies_are_listed(app: FastAPI) -> None:
     KVMergeEndpoint().attach_router(app)
     contexts = ["/v1/kvmerge/contexts", "/v1/kvmerge/contexts/{context_id}"]
     assert [path for path in app.openapi()["paths"] if "kvmerge" in path] == ["/kvmerge/policies", *contexts]
-    names = [name for name in PRESETS if name != "kvzap"]  # which needs a model that this server has not been given
+    names = [name for name in PRESETS if name not in ("kvzap", "calibrated")]  # which need files
     assert send(app, "GET", "/kvmerge/policies").json() == describe_policies(names) != describe_policies()
-    app.state.args.additional_config = {"kvmerge": {"kvzap": "some/model"}}
+    app.state.args.additional_config = {"kvmerge": {"kvzap": "some/model", "head_budgets": "some.json"}}
     assert served(plugin_config(app.state.args)) is None
 
 

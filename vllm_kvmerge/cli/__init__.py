@@ -12,6 +12,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP: vllm-kvmerge serve MODEL [any option of vllm serve]",
     "eval": "measure policies and budgets on tasks: vllm-kvmerge eval CONFIG.yaml",
     "train-kvzap": "train a KVzap model, which predicts what to keep: vllm-kvmerge train-kvzap MODEL --output FOLDER",
+    "calibrate": "measure what budget each head of a model needs: vllm-kvmerge calibrate MODEL --output FILE",
     "doctor": "print versions, devices, operators in use, and what is not supported",
     "health": "ask the servers that run here whether they are well",
     "size": "say how many requests fit: vllm-kvmerge size MODEL --context N --answer N",

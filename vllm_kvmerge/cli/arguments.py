@@ -14,7 +14,7 @@ import yaml
 
 from vllm_kvmerge.cli.common import check_folder, one_line, quiet
 from vllm_kvmerge.cli.health import DEFAULT_HOST
-from vllm_kvmerge.demo import kvzap_path, model_path, named
+from vllm_kvmerge.demo import head_budgets_path, kvzap_path, model_path, named
 from vllm_kvmerge.engine.processes import METRICS_DIR, make_metrics_folder
 from vllm_kvmerge.engine.support import UnsupportedConfigError, check_config, check_vllm_version, hidden_states_obstacle
 from vllm_kvmerge.errors import CommandError
@@ -46,6 +46,7 @@ PLUGIN_OPTIONS = (
     "contexts_dir",
     "contexts_dir_bytes",
     "kvzap",
+    "head_budgets",
     "api_key_routes",
     "max_body_bytes",
     "verify_share",
@@ -262,6 +263,8 @@ def _set_engine_args(args: argparse.Namespace, options: "FlexibleArgumentParser"
             raise CommandError("--model-runner v2: CPU has v1 alone")
         os.environ[V2_MODEL_RUNNER] = str(int(args.model_runner == "v2"))
     ours = {name: getattr(args, name) for name in PLUGIN_OPTIONS if getattr(args, name) is not None}
+    if (known := head_budgets_path(ours.get("head_budgets", ""))) is not None:
+        ours["head_budgets"] = known
     if args.model == model_path():
         ours["example_prompts"] = EXAMPLE_PROMPTS
         if args.enforce_eager:
@@ -320,6 +323,7 @@ def _check_engine_config(args: argparse.Namespace) -> None:
     from vllm import AsyncEngineArgs
 
     from vllm_kvmerge.engine.arguments import plugin_config
+    from vllm_kvmerge.engine.head_budgets import check_head_budgets
     from vllm_kvmerge.engine.surrogate import check_surrogate
 
     try:
@@ -333,5 +337,7 @@ def _check_engine_config(args: argparse.Namespace) -> None:
                         f"kvzap={surrogate} is not supported: hidden states cannot be seen, because the server "
                         f"{obstacle}; allowed: with --enforce-eager"
                     )
+            if (head_budgets := plugin_config(config).head_budgets) is not None:
+                check_head_budgets(head_budgets, config.model_config)
     except Exception as error:
         raise CommandError(one_line(error)) from error

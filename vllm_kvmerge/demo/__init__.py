@@ -18,6 +18,12 @@ def named(model: str) -> str:
     return pretrained.folder(model) if model in pretrained.SOURCES else model
 
 
+def head_budgets_path(name: str) -> str | None:
+    """The file of head budgets that ships for a model that commands know by ``name``, if there is one."""
+    folder = Path(__file__).parent / "head_budgets"
+    return next((str(path) for path in folder.iterdir() if path.stem == name), None)
+
+
 def kvzap_path() -> str:
     """Folder of the demo model's KVzap model."""
     return str(Path(__file__).parent / "kvzap")

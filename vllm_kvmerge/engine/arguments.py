@@ -93,6 +93,11 @@ class PluginConfig(BaseModel):
     """KVzap model that predicts the scores of the policy kvzap: a folder, or a name on the Hugging Face hub, such as
     nvidia/KVzap-mlp-Qwen3-8B. Default: none, and the policy is refused."""
 
+    head_budgets: str | None = None
+    """File of the budgets of the model's heads, which vllm-kvmerge calibrate writes, for the policy calibrated, which
+    requests that name no policy then get where it is the best; vllm-kvmerge serve takes the names of models whose files
+    ship: demo, smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b. Default: none, and the policy is refused."""
+
     head_pages: bool = True
     """Whether heads with different budgets hold their entries in pages of their own. Otherwise every head has as many
     places as the one with the largest budget needs, most of them empty: slower and larger, for comparison."""
@@ -211,6 +216,7 @@ def request_limits(vllm_config: "VllmConfig") -> Limits:
             rotation_obstacle=rotation_obstacle(model),
             hidden_states_obstacle=hidden_states_obstacle(vllm_config),
             has_surrogate=options.kvzap is not None,
+            has_head_budgets=options.head_budgets is not None,
             num_positions=num_positions(model),
             has_windows=has_windows(model),
             has_latents=model.use_mla,

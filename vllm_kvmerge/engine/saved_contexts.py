@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_kvmerge.engine.arguments import CONFIG_KEY
+from vllm_kvmerge.engine.arguments import CONFIG_KEY, request_limits
 from vllm_kvmerge.engine.contexts import WAIT, call_contexts
 from vllm_kvmerge.engine.metrics import count_saved_context
 from vllm_kvmerge.engine.served_model import EngineModel
@@ -83,6 +83,7 @@ def identity(config: "VllmConfig") -> dict[str, Any]:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "device": config.device_config.device_type,
         "kvzap": options.get("kvzap"),
+        "head_budgets": options.get("head_budgets"),
         "head_pages": options.get("head_pages", True),
     }
 
@@ -97,7 +98,8 @@ class SavedContexts:
     def __init__(self, engine_client: "EngineClient", folder: Path | None, max_bytes: int | None = None) -> None:
         self._client, self._folder, self._max_bytes = engine_client, folder, max_bytes
         self._identity = identity(engine_client.vllm_config)
-        self._model = EngineModel(engine_client.vllm_config.model_config)
+        config = engine_client.vllm_config
+        self._model = EngineModel(config.model_config, request_limits(config).is_calibrated)
         self._refused: set[str] = set()
         """Names of those that have been read in vain."""
         self._loading: dict[str, asyncio.Task[None]] = {}

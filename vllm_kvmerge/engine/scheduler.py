@@ -97,7 +97,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._contexts = ContextStore(manager, bytes_per_block, most, hash_function)
         self._accounts = Accounts(bytes_per_block, self._size)
         self._sharing = ContextSharing(manager, self._engine, self._accounts)
-        model = EngineModel(self.vllm_config.model_config)
+        model = EngineModel(self.vllm_config.model_config, limits.is_calibrated)
         self._admission = Admission(options.default, model, limits, self.max_model_len, self._engine)
         self._failed = FailedRequests(self._engine)
         self._pressure = Pressure(

@@ -18,8 +18,8 @@ SAID = "what a user says"
 class TokenizedModel(ServedModel):
     """A model with a tokenizer, or with None, which ``read_tokenizer`` gives when it is first asked for."""
 
-    def __init__(self, read_tokenizer: Callable[[], Any], model_type: str = "") -> None:
-        super().__init__(model_type)
+    def __init__(self, read_tokenizer: Callable[[], Any], model_type: str = "", is_calibrated: bool = False) -> None:
+        super().__init__(model_type, is_calibrated)
         self._read_tokenizer = read_tokenizer
 
     @cached_property
@@ -49,11 +49,11 @@ class TokenizedModel(ServedModel):
 class EngineModel(TokenizedModel):
     """The model of an engine. Its tokenizer is read only if this process has not read it yet."""
 
-    def __init__(self, config: "ModelConfig") -> None:
+    def __init__(self, config: "ModelConfig", is_calibrated: bool = False) -> None:
         def read_tokenizer() -> Any:
             from vllm.tokenizers import cached_tokenizer_from_config
 
             return cached_tokenizer_from_config(config)
 
         name = str(getattr(config.hf_text_config, "model_type", ""))
-        super().__init__(read_tokenizer, "mistral" if name == MISTRAL_FORMAT else name)
+        super().__init__(read_tokenizer, "mistral" if name == MISTRAL_FORMAT else name, is_calibrated)

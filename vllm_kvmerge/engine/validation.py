@@ -105,8 +105,8 @@ async def enforce_limits(engine_client: "EngineClient") -> None:
     """
     global _limits, _model, _vllm_config, _default
     config = _vllm_config = engine_client.vllm_config
-    _model = EngineModel(config.model_config)
     limits, pools = request_limits(config), await engine_client.collective_rpc("pool_sizes")
+    _model = EngineModel(config.model_config, limits.is_calibrated)
     num_blocks, block_size, windows = min(pools)
     _limits = replace(
         limits,

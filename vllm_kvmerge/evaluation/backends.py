@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -33,13 +33,14 @@ CPU_SEQUENCES = 8
 @dataclass(frozen=True)
 class Request:
     """token_ids: the prompt. compression: ``kv_compression``. continuation: token ids to generate; empty: freely.
-    verify: whether the answer is compared with the full cache."""
+    verify: whether the answer is compared with the full cache. sampling: how tokens are drawn, by vLLM's names."""
 
     token_ids: list[int]
     compression: dict[str, Any]
     max_tokens: int
     continuation: list[int]
     verify: bool = False
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0})
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class EngineBackend:
         surrogate = arguments.pop("kvzap", None)
         if surrogate is None and self.model == demo.model_path() and self.options.enforce_eager:
             surrogate = demo.kvzap_path()
+        head_budgets = arguments.pop("head_budgets", None)
         limit = arguments.setdefault("max_model_len", longest)
         if limit < longest:
             raise CommandError(f"engine.max_model_len: the longest sample takes {longest} tokens, got {limit}")
@@ -141,7 +143,7 @@ class EngineBackend:
             from vllm_kvmerge.engine.arguments import CONFIG_KEY, kvmerge_engine_args
 
             # Nobody waits for these compressions, and where others use the processor they may take long.
-            own = {"max_compaction_seconds": MAX_SECONDS, "kvzap": surrogate}
+            own = {"max_compaction_seconds": MAX_SECONDS, "kvzap": surrogate, "head_budgets": head_budgets}
             arguments["additional_config"] = {CONFIG_KEY: own}
             self._llm = LLM(self.model, **kvmerge_engine_args(**arguments))
         except Exception as error:
@@ -189,18 +191,18 @@ class EngineBackend:
         from vllm.inputs import tokens_input
 
         extra: dict[str, Any] = {EXTRA_ARGS_KEY: json.dumps(request.compression), USAGE_KEY: True}
-        options: dict[str, Any] = {"max_tokens": request.max_tokens}
+        options: dict[str, Any] = {"max_tokens": request.max_tokens, **request.sampling}
         if request.continuation:
             from vllm_kvmerge.evaluation.continuation import CONTINUATION
 
             extra[CONTINUATION] = request.continuation
-            options = {"max_tokens": len(request.continuation), "ignore_eos": True, "logprobs": 0}
+            options = {"max_tokens": len(request.continuation), "temperature": 0, "ignore_eos": True, "logprobs": 0}
         if request.verify:
             from vllm_kvmerge.engine.verification import VERIFY_KEY
 
             extra[VERIFY_KEY] = name
             options["logprobs"] = 0
-        params = SamplingParams(temperature=0, extra_args=extra, **options)
+        params = SamplingParams(extra_args=extra, **options)
         self._llm.llm_engine.add_request(name, tokens_input(request.token_ids), params)
 
     def _verify(self, output: Any) -> Verified:
@@ -345,7 +347,7 @@ class EndpointBackend:
         body = {
             "prompt": request.token_ids,
             "max_tokens": request.max_tokens,
-            "temperature": 0,
+            **request.sampling,
             EXTRA_ARGS_KEY: request.compression | ({"verify": True} if request.verify else {}),
             "vllm_xargs": {USAGE_KEY: 1},
         }

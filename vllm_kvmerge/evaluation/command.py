@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from vllm_kvmerge import demo
 from vllm_kvmerge.errors import CommandError
 from vllm_kvmerge.shipped import shipped
 
@@ -119,7 +120,9 @@ def make_backend(config: "EvalConfig") -> "Backend":
 
     if config.endpoint is not None:
         return EndpointBackend(config.model, config.endpoint)
-    return EngineBackend(config.model_path, config.engine)
+    given = config.engine.head_budgets
+    budgets = demo.head_budgets_path(given or config.model or "demo") or given
+    return EngineBackend(config.model_path, config.engine.model_copy(update={"head_budgets": budgets}))
 
 
 def run_and_report(config: "EvalConfig", folder: "RunFolder", backend: "Backend") -> int:

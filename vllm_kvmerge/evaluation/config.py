@@ -39,7 +39,8 @@ class EngineOptions(_Model):
     """Engine arguments of the engine in this process, named as in vLLM; what is None is left to vLLM.
 
     max_num_seqs: default on CPU: 8, so that samples end one after the other. max_model_len: default: what the longest
-    sample takes. kvzap: the plugin's own; default for the model demo: the one that ships, if the model is not compiled.
+    sample takes. kvzap, head_budgets: the plugin's own; default for the model demo: the KVzap model that ships, if the
+    model is not compiled, and for models that commands know by name the budgets that ship.
     """
 
     dtype: str | None = None
@@ -56,6 +57,7 @@ class EngineOptions(_Model):
     trust_remote_code: bool | None = None
     revision: str | None = None
     kvzap: str | None = None
+    head_budgets: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
@@ -73,6 +75,20 @@ class EndpointOptions(_Model):
     timeout: PositiveFloat = 600.0
     api_key_env: str | None = None
     tokenizer: str | None = None
+
+
+class Sampling(_Model):
+    """How answers are drawn, named as in vLLM; by default, they are the most probable tokens. The seed of the draw is
+    the sample's number."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    repetition_penalty: Annotated[float, Field(gt=0.0)] = 1.0
+
+    def arguments(self, sample: int) -> dict[str, Any]:
+        """Of a request, by vLLM's names."""
+        return {**self.model_dump(), "seed": sample}
 
 
 class PolicyEntry(_Model):
@@ -202,6 +218,7 @@ class EvalConfig(_Model):
     seed: Annotated[int, Field(ge=0)] = 0
     question_agnostic: bool = False
     chat_template: bool = False
+    sampling: Sampling = Sampling()
     engine: EngineOptions = EngineOptions()
     endpoint: EndpointOptions | None = None
 
@@ -220,6 +237,9 @@ class EvalConfig(_Model):
         for name in (name for pair in self.compare for name in pair):
             if name not in labels:
                 raise ValueError(f"compare: {name!r} is no policy of this configuration; allowed: {', '.join(labels)}")
+        for entry in self.tasks:
+            if entry.task.is_verified and self.sampling.temperature:
+                raise ValueError(f"sampling.temperature: {entry.label} compares most probable tokens; allowed: 0")
         if self.endpoint is not None:
             for entry in self.tasks:
                 if entry.task.needs_logprobs:
@@ -251,6 +271,7 @@ class EvalConfig(_Model):
     def identity(self) -> dict[str, Any]:
         """Everything that results depend on, tasks with all their options, as plain values. Not what is compared."""
         endpoint = None if self.endpoint is None else {"url": self.endpoint.url, "tokenizer": self.endpoint.tokenizer}
+        drawn = {} if self.sampling == Sampling() else {"sampling": self.sampling.model_dump()}
         return {
             "model": self.model or (DEMO if endpoint is None else None),
             "policies": [policy.parameters for policy in self.policies],
@@ -269,6 +290,7 @@ class EvalConfig(_Model):
             "seed": self.seed,
             "engine": self.engine.arguments(),
             "endpoint": endpoint,
+            **drawn,
         }
 
 
@@ -324,5 +346,9 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> str:
 
 def _fields_at(model: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
     """Fields of the object in this place of a configuration or task."""
-    inner: dict[Any, type[BaseModel]] = {("engine",): EngineOptions, ("endpoint",): EndpointOptions}
+    inner: dict[Any, type[BaseModel]] = {
+        ("engine",): EngineOptions,
+        ("endpoint",): EndpointOptions,
+        ("sampling",): Sampling,
+    }
     return list(inner.get(place, model).model_fields)

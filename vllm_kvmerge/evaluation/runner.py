@@ -48,10 +48,10 @@ class Prompt:
     def length(self) -> int:
         return len(self.token_ids) + (len(self.continuation) or self.sample.max_tokens)
 
-    def request(self, cell: Cell) -> Request:
+    def request(self, cell: Cell, sampling: dict[str, Any]) -> Request:
         compression = cell.policy.compression(cell.budget, self.context_tokens)
         verify = cell.entry.task.is_verified and cell.budget is not None
-        return Request(self.token_ids, compression, self.sample.max_tokens, self.continuation, verify)
+        return Request(self.token_ids, compression, self.sample.max_tokens, self.continuation, verify, sampling)
 
 
 def cells_of(config: EvalConfig) -> list[Cell]:
@@ -173,7 +173,7 @@ def run(
             for cell in cells:
                 drawn = prompts[cell.entry.label]
                 if index < len(drawn) and (cell.key, index) not in answered:
-                    yield (cell, index), drawn[index].request(cell)
+                    yield (cell, index), drawn[index].request(cell, config.sampling.arguments(index))
 
     notify(len(answered), total, None)
     if len(answered) < total:

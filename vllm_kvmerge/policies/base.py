@@ -35,10 +35,11 @@ MAX_QUERIES = 4096
 
 
 class ServedModel:
-    """What defaults may depend on. model_type: the name of the model's type, such as ``llama`` or ``qwen3``."""
+    """What defaults may depend on. model_type: the name of the model's type, such as ``llama`` or ``qwen3``.
+    is_calibrated: the server knows what its heads need, and requests may make use of that."""
 
-    def __init__(self, model_type: str = "") -> None:
-        self.model_type = model_type
+    def __init__(self, model_type: str = "", is_calibrated: bool = False) -> None:
+        self.model_type, self.is_calibrated = model_type, is_calibrated
 
     @property
     def answer_prefix(self) -> str | None:
@@ -132,6 +133,9 @@ class Allocator(Part):
 
     needs_scores: ClassVar[bool] = False
     """True if ``head_budgets`` means nothing where neither the tracker nor the selector scores entries."""
+
+    needs_head_budgets: ClassVar[bool] = False
+    """True if it divides a budget as the server's file of head budgets says."""
 
     has_layer_statistic: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_kvmerge.ops import PLAIN_SOFTMAX, ScoreMode, Softmax
 from vllm_kvmerge.policies.entries import Entries
+from vllm_kvmerge.policies.head_budgets import HeadBudgets
 from vllm_kvmerge.policies.rotation import Rotation
 
 
@@ -103,6 +104,7 @@ class CompressionContext:
     output_weights: ``[H, G, hidden, d]`` in the model's dtype, each query head's part of the output projection, if the
     policy reads it and it is known.
     rotation: the model's rotary position embedding, if it has one that is known.
+    head_budgets: what is known beforehand of the budgets of the model's heads, if anything is.
     layer_statistics: ``[sequence layers, num_layers]`` float32, the allocator's ``layer_statistic`` of every layer of
     the request, if it has one and all layers are compressed.
     end: tokens that the entries stand for, where they are not all: a refresh may leave the newest as they are.
@@ -124,6 +126,7 @@ class CompressionContext:
     queries: Queries | None = None
     output_weights: Tensor | None = None
     rotation: Rotation | None = None
+    head_budgets: HeadBudgets | None = None
     layer_statistics: Tensor | None = None
     end: int | None = None
     most_bytes: int | None = None
@@ -144,6 +147,12 @@ class CompressionContext:
         if self.rotation is None:
             raise ValueError("the model's rotary position embedding is not known")
         return self.rotation
+
+    def known_head_budgets(self) -> HeadBudgets:
+        """``head_budgets``. Raises ValueError if they are not known."""
+        if self.head_budgets is None:
+            raise ValueError("the budgets of the model's heads are not known")
+        return self.head_budgets
 
     @property
     def num_covered(self) -> int:

@@ -76,5 +76,7 @@ _register("kvzip", "KVzip, Kim et al., arXiv:2505.23416", "reconstruction top_sc
 # Heads get budgets by KVzip's scores from one reading, and keep entries of the best rank by them or by their values.
 ONCE: dict[str, Any] = {"of": ["top_scores", "value_leverage"], "floor_share": 0.2}
 _register("kvzip_once", "KVzip's scores from one reading, and values", "lookahead fused drop global", "grow", **ONCE)
+# Heads get what they got of KVzip's scores when the model was calibrated.
+_register("calibrated", "KVzip's budgets of heads, KeyDiff's ranking", "none keydiff drop calibrated", before_rope=True)
 # The source evicts by a threshold alone: budget {"threshold": 0.018, ...} is its ln t = -4. Scores are not pooled.
 _register("kvzap", "KVzap, arXiv:2601.07891", "predicted snapkv drop global", window_size=128, kernel_size=1)

@@ -11,11 +11,12 @@ from vllm_kvmerge.request.recommended import with_policy
 from vllm_kvmerge.request.schema import FULL, request_schema
 
 
-def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]:
+def describe_policies(policies: Collection[str] | None = None, is_calibrated: bool = False) -> dict[str, Any]:
     """Everything as JSON: ``presets``, ``parts`` by kind, the ``schema`` of ``kv_compression``, and the policies
     ``recommended`` where the question is ``known``, and where it comes ``later``, which requests get that name none.
 
-    policies: those to describe, besides ``full``; None: all.
+    policies: those to describe, besides ``full``; None: all. is_calibrated: whether it is known what the model's heads
+    need.
 
     A preset's ``defaults`` are those of all its parameters, budget and interval included; a part's ``fields`` have the
     defaults that hold unless a preset says otherwise, the ``type`` in words, and the JSON ``schema``.
@@ -36,7 +37,7 @@ def describe_policies(policies: Collection[str] | None = None) -> dict[str, Any]
         "presets": presets,
         "parts": {kind: [_describe(part) for part in parts.values()] for kind, parts in PARTS.items()},
         "schema": schema,
-        "recommended": {case: with_policy(field)["policy"] for case, field in cases.items()},
+        "recommended": {case: with_policy(field, is_calibrated)["policy"] for case, field in cases.items()},
     }
 
 

@@ -30,6 +30,10 @@ DEVICE_SHARE = 0.03
 """Of a GPU's memory: bounds both it and the default of ``max_compaction_bytes``."""
 
 
+CALIBRATED = "calibrated"
+"""The preset that needs the budgets of heads."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes and traits of one worker's part of the model.
@@ -38,7 +42,8 @@ class ModelShape:
     None: the same. caps_logits, has_sinks: what its attention does beyond a softmax (``Softmax``). has_latents: an
     entry is one vector, key and value at once (MLA), and ``head_size`` its length. has_windows, has_states: it has
     other layers, which are not compressed: they see the newest tokens alone, or have states (Mamba, linear attention).
-    has_surrogate: a model predicts scores of hidden states. num_positions: that RoPE has a turn for; None: not known.
+    has_surrogate: a model predicts scores of hidden states. has_head_budgets: what its heads need is known.
+    num_positions: that RoPE has a turn for; None: not known.
     front_obstacles: why fronts cannot be coded so, by the coding; None: all can.
     rotation_obstacle, window_rotation_obstacle: why keys, and those of layers with a window, cannot be turned back to
     what they were before RoPE; hidden_states_obstacle: what the server does so that hidden states cannot be seen;
@@ -57,6 +62,7 @@ class ModelShape:
     rotation_obstacle: str | None = None
     hidden_states_obstacle: str | None = None
     has_surrogate: bool = False
+    has_head_budgets: bool = False
     num_positions: int | None = None
     has_windows: bool = False
     has_latents: bool = False
@@ -235,6 +241,14 @@ class Limits:
         most = max(0, self.max_model_len - num_prompt_tokens)
         return most if max_tokens is None else min(max_tokens, most)
 
+    @property
+    def is_calibrated(self) -> bool:
+        """True if requests that name no policy may get one that needs the budgets of the model's heads."""
+        is_allowed = self.allowed_policies is None or CALIBRATED in self.allowed_policies
+        return (
+            self.shape.has_head_budgets and is_allowed and not (self.shape.rotation_obstacle or self.shape.has_latents)
+        )
+
     def _disallowed(self, spec: CompressionSpec) -> Iterator[Obstacle]:
         """Policies that the server's operator has not allowed, and parts that no allowed policy uses."""
         if self.allowed_policies is None:
@@ -255,6 +269,7 @@ class Limits:
         """What the model, or the way in which the server runs it, rules out."""
         shape, tracker, name = self.shape, spec.policy.tracker, spec.policy.tracker.name
         parts = [(kind, getattr(spec.policy, kind)) for kind in PARTS]
+        allocator = spec.policy.allocator
         in_cache, turned = spec.positions == "cache", "'cache' rotates keys, but the model"
         layers, latent = "does not support models with", "but the model keeps one latent for both (MLA)"
         windows = f"{layers} sliding-window or chunked-local layers where there is no prefix cache"
@@ -292,6 +307,9 @@ class Limits:
              "tracker", f"{name!r} needs a KVzap model, and the server has none",
              "another tracker, or on servers started with --kvzap and a model that is published for the served one, or "
              "trained by vllm-kvmerge train-kvzap"),
+            (allocator.needs_head_budgets and not shape.has_head_budgets,
+             "allocator", f"{allocator.name!r} needs the budgets of the model's heads, and the server has none",
+             "another allocator, or on servers started with --head-budgets and a file of vllm-kvmerge calibrate"),
             (shape.hidden_states_obstacle and tracker.predicts_scores, "tracker", unseen, "with --enforce-eager"),
             (shape.hidden_states_obstacle and tracker.normalizes, "normalized", unseen, "with --enforce-eager"),
         ):  # fmt: on

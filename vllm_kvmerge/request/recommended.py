@@ -19,7 +19,8 @@ Case = Literal["known", "later"]
 class Measured(BaseModel):
     """A policy's figures in one case.
 
-    uneven: whether heads have budgets of their own. for_turns: whether it suits chats that go on from what their last
+    uneven: whether heads have budgets of their own. calibrated: whether these are known beforehand, as they must be.
+    for_turns: whether it suits chats that go on from what their last
     turn has left (``reuse``): not if it refuses them, or the model would read all of it again every turn.
     score: share of the full cache's score and its 95% interval, by budget. held: bytes of the cache, as a share of the
     full one's, at the budget that ranks, once a context has been compressed.
@@ -30,6 +31,7 @@ class Measured(BaseModel):
     label: str
     parameters: dict[str, Any]
     uneven: bool
+    calibrated: bool = False
     for_turns: bool
     score: dict[str, tuple[float, float, float]]
     held: float
@@ -46,10 +48,11 @@ class Recommendations(BaseModel):
     budget: float
     cases: dict[Case, list[Measured]]
 
-    def best(self, case: Case, even: bool = False, for_turns: bool = False) -> Measured:
-        """even: of those whose heads have even budgets. for_turns: of those that suit chats."""
-        suited = (one for one in self.cases[case] if one.for_turns or not for_turns)
-        return next(one for one in suited if not (even and one.uneven))
+    def best(self, case: Case, even: bool = False, for_turns: bool = False, is_calibrated: bool = False) -> Measured:
+        """even: of those whose heads have even budgets. for_turns: of those that suit chats. is_calibrated: where it is
+        known what heads need."""
+        suited = (one for one in self.cases[case] if (one.for_turns or not for_turns))
+        return next(one for one in suited if not (even and one.uneven) and (is_calibrated or not one.calibrated))
 
 
 @cache
@@ -58,14 +61,15 @@ def recommendations() -> Recommendations:
     return read_table(TABLE, TypeAdapter(Recommendations))
 
 
-def with_policy(data: Mapping[str, Any]) -> dict[str, Any]:
+def with_policy(data: Mapping[str, Any], is_calibrated: bool = False) -> dict[str, Any]:
     """``data``, which names no policy, with the best one for its case. What follows a context is kept whole.
 
-    A chat that goes on from what its last turn has left asks later questions too.
+    is_calibrated: whether it is known what the model's heads need. A chat that goes on from what its last turn has left
+    asks later questions too.
     """
     has_context = (data.get("context_tokens"), data.get("context_messages")) != (None, None)
     is_chat = data.get("reuse") is not None
     case: Case = "later" if has_context or is_chat else "known"
     decode = {"decode": "grow"} if has_context else {}
-    best = recommendations().best(case, even=data.get("allocator") == Uniform.name, for_turns=is_chat)
+    best = recommendations().best(case, data.get("allocator") == Uniform.name, is_chat, is_calibrated)
     return {**decode, **best.parameters, **data}

@@ -161,7 +161,10 @@ class CompressionSpec(CommonFields):
 
     def _resolved(self, model: ServedModel) -> "CompressionSpec | None":
         """``for_model``; None: nothing depends on the model."""
-        defaults: dict[str, Any] = {}
+        value, defaults = json.loads(self.text), dict[str, Any]()
+        if model.is_calibrated and "policy" not in value:
+            named = CompressionSpec.of(_canonical(with_policy(value, is_calibrated=True)))
+            return named.for_model(model)
         for part in self.policy.parts:
             with blamed_on(part):
                 own = part.model_defaults(model)
@@ -172,7 +175,7 @@ class CompressionSpec(CommonFields):
                         what = f"the model's tokenizer cannot encode {_shown(text)}"
                         raise refusal(name, "invalid_value", what, "token ids")
                     defaults[name] = tokens
-        return parse_compression(json.loads(self.text) | defaults) if defaults else None
+        return parse_compression(value | defaults) if defaults else None
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from vllm import envs
 from vllm_kvmerge.engine import compat
 from vllm_kvmerge.engine.arguments import PluginConfig, plugin_config
 from vllm_kvmerge.engine.validation import check_prompt, enforce_limits
-from vllm_kvmerge.policies import PRESETS, TRACKERS
+from vllm_kvmerge.policies import ALLOCATORS, PRESETS, TRACKERS
 from vllm_kvmerge.request.catalogue import describe_policies
+from vllm_kvmerge.request.limits import CALIBRATED
 from vllm_kvmerge.request.proof import CompressionProof
 from vllm_kvmerge.request.schema import FULL, field_schema
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY
@@ -61,11 +62,18 @@ PROOF_SCHEMA = {"$ref": f"#/components/schemas/{CompressionProof.__name__}"}
 
 
 def served(config: PluginConfig) -> list[str] | None:
-    """Names of the policies that requests may take; None: all. Some need a model of scores, which a server may lack."""
-    if config.kvzap is not None:
+    """Names of the policies that requests may take; None: all. Some need a file that a server may lack."""
+    if config.kvzap is not None and config.head_budgets is not None:
         return config.allowed_policies
-    names = (FULL, *PRESETS) if config.allowed_policies is None else config.allowed_policies
-    return [name for name in names if name == FULL or not TRACKERS[PRESETS[name].tracker].predicts_scores]
+
+    def has_files(name: str) -> bool:
+        if name == FULL:
+            return True
+        tracker, allocator = TRACKERS[PRESETS[name].tracker], ALLOCATORS[PRESETS[name].allocator]
+        lacks_model = tracker.predicts_scores and config.kvzap is None
+        return not lacks_model and not (allocator.needs_head_budgets and config.head_budgets is None)
+
+    return list(filter(has_files, (FULL, *PRESETS) if config.allowed_policies is None else config.allowed_policies))
 
 
 class KVMergeEndpoint:
@@ -86,7 +94,8 @@ class KVMergeEndpoint:
         config = plugin_config(app.state.args)
         policies_served = served(config)
         document_field(app, policies_served)
-        catalogue = describe_policies(policies_served)  # constant: nothing is registered after start-up
+        is_calibrated = config.head_budgets is not None and (policies_served is None or CALIBRATED in policies_served)
+        catalogue = describe_policies(policies_served, is_calibrated)  # constant: nothing is registered after start-up
 
         @app.get(POLICIES_ROUTE)
         async def policies() -> dict[str, Any]:

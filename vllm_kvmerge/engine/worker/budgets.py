@@ -35,6 +35,11 @@ class BudgetedLayers(WrittenLayers):
 
     is_alone: bool = True
 
+    @property
+    def num_lanes(self) -> int:
+        """KV heads of all layers."""
+        return len(self.layers) * self.num_kv_heads
+
     def analysis(self, batch: Batch) -> Iterator[Unit]:
         """Units that look at all layers, for ``settle``."""
         allocator = batch.policy.allocator
@@ -45,10 +50,14 @@ class BudgetedLayers(WrittenLayers):
         if not batch.plan.share_blocks:
             return
         batch.layer_budgets = self._of_layers(batch)
-        if batch.layer_budgets is None:
-            yield from self._looks(batch, self._add_masses if allocator.pools_layers else self._add_budgets)
-        else:
+        if batch.layer_budgets is not None:
             yield Unit(lambda: None, ANALYSIS)
+        elif allocator.needs_head_budgets:
+            nothing = torch.zeros(1, 1, 1, device="cpu")  # of every entry
+            batch.masses = nothing.expand(len(batch.compactions), self.num_lanes, batch.num_entries)
+            yield Unit(lambda: None, ANALYSIS)
+        else:
+            yield from self._looks(batch, self._add_masses if allocator.pools_layers else self._add_budgets)
 
     def settle(self, batch: Batch) -> None:
         """Decides what each head gets, once all layers have been looked at."""
@@ -111,7 +120,7 @@ class BudgetedLayers(WrittenLayers):
                 return batch.policy.pooled_mass(entries, self.context(seq_layers, batch))
 
         if batch.masses is None:
-            shape = len(batch.compactions), len(self.layers) * self.num_kv_heads, batch.num_entries
+            shape = len(batch.compactions), self.num_lanes, batch.num_entries
             batch.masses = torch.empty(shape, device=self.device)
         for some, found in contained(part, batch.failed, mass_of):
             for place, heads in self._heads_of(some):
@@ -168,7 +177,9 @@ class BudgetedLayers(WrittenLayers):
         compaction, plan = batch.compactions[index], batch.plan
         if index in batch.failed:
             return [plan.budget] * found.shape[1]
-        if batch.settles_shares or (batch.policy.allocator.has_layer_statistic and compaction.budget_data is not None):
+        allocator = batch.policy.allocator
+        is_settled = batch.settles_shares or allocator.needs_head_budgets  # the latter wait for nothing
+        if is_settled or (allocator.has_layer_statistic and compaction.budget_data is not None):
             numbers = found[index].tolist()
         elif compaction.budget_data is not None:
             numbers = compaction.budget_data.take()
@@ -180,13 +191,13 @@ class BudgetedLayers(WrittenLayers):
 
     def _unknown_budgets(self, batch: Batch, device: torch.device) -> Tensor:
         """``[plans, heads of all layers]`` int64, to be filled with budgets of heads."""
-        shape = len(batch.compactions), len(self.layers) * self.num_kv_heads
+        shape = len(batch.compactions), self.num_lanes
         return torch.full(shape, batch.plan.budget, dtype=torch.int64, device=device)
 
     def _fronts(self, batch: Batch) -> list[FrontReport]:
         """What the shares of each request come to: as many blocks as the tensor-parallel worker takes that needs most,
         and the mean of all workers' entries."""
-        num_lanes, size = len(self.layers) * self.num_kv_heads, self.page_size(batch)
+        num_lanes, size = self.num_lanes, self.page_size(batch)
         pages = [sum(-(-share // size) for share in shares) for shares in batch.shares]
         needed = [(-(-count // num_lanes), sum(shares)) for count, shares in zip(pages, batch.shares, strict=True)]
         by_head = torch.tensor([needed], device="cpu")
@@ -198,7 +209,7 @@ class BudgetedLayers(WrittenLayers):
 
     def _assignments(self, batch: Batch) -> list[PageAssignment]:
         """New pages for the heads of each request. A coded front has some even if heads are alike."""
-        alike = [[one.plan.new_front] * (len(self.layers) * self.num_kv_heads) for one in batch.compactions]
+        alike = [[one.plan.new_front] * self.num_lanes for one in batch.compactions]
         allocator = batch.policy.allocator
         within_layers = allocator.splits_heads and allocator.fills_budget and not allocator.pools_layers
         blocks = [one.plan.blocks for one in batch.compactions]

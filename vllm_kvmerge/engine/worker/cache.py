@@ -17,6 +17,7 @@ from vllm_kvmerge.engine.arguments import plugin_config, request_limits
 from vllm_kvmerge.engine.attention.hidden_states import HiddenStates
 from vllm_kvmerge.engine.attention.rows import QueryRing
 from vllm_kvmerge.engine.blocks import WINDOW_SPECS, compressed_group, has_states, window_blocks
+from vllm_kvmerge.engine.head_budgets import check_head_budgets, head_budgets_of
 from vllm_kvmerge.engine.messages import MoveWindow
 from vllm_kvmerge.engine.support import UnsupportedConfigError
 from vllm_kvmerge.engine.surrogate import Surrogate, check_fingerprint, check_surrogate
@@ -27,6 +28,7 @@ from vllm_kvmerge.engine.worker.rotary import find_rotation
 from vllm_kvmerge.engine.worker.tensor_parallel import HeadShare
 from vllm_kvmerge.ops import HeadPages, PagedKVCache, implementation, override
 from vllm_kvmerge.ops.types import sent
+from vllm_kvmerge.policies.head_budgets import HeadBudgets
 from vllm_kvmerge.policies.rotation import Rotation
 from vllm_kvmerge.request.limits import ModelShape
 
@@ -120,6 +122,7 @@ class CompressedCache:
             all_heads=heads.gather,
             output_weights=self._output_weights,
             softmax=lambda layer: layers[layer].impl.softmax,
+            head_budgets=self._head_budgets(model, layer_names),
             rotation=None if limits.shape.has_latents else find_rotation(model, layer_names),
             group_size=self._query_shape[0] // num_kv_heads,
             hidden_size=self._config.model_config.get_hidden_size(),
@@ -166,6 +169,12 @@ class CompressedCache:
             surrogates = [of_all[extract_layer_index(name)] for name in layer_names]
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         return HiddenStates(model, layer_names, max_tokens, surrogates, len(heads), self._device)
+
+    def _head_budgets(self, model: nn.Module, layer_names: list[str]) -> HeadBudgets | None:
+        if (name := plugin_config(self._config).head_budgets) is None:
+            return None
+        check_head_budgets(name, self._config.model_config)
+        return head_budgets_of(name, model, [extract_layer_index(one) for one in layer_names])
 
     def _ring(self, window: int) -> QueryRing:
         num_layers, dtype = len(self.compactor.layers), self._config.model_config.dtype

@@ -15,6 +15,7 @@ from vllm_kvmerge.ops import PLAIN_SOFTMAX, HeadPages, PagedKVCache, SequenceLay
 from vllm_kvmerge.ops.coded import slots_of
 from vllm_kvmerge.ops.types import sent
 from vllm_kvmerge.policies import CompressionContext, Heads, Queries
+from vllm_kvmerge.policies.head_budgets import HeadBudgets
 from vllm_kvmerge.policies.rescoring import newest_scores
 from vllm_kvmerge.policies.rotation import Rotation
 
@@ -30,9 +31,9 @@ class CachedLayers:
     among the model's. all_heads: gathers ``[num_kv_heads, ...]`` from all tensor-parallel workers. output_weights:
     returns a layer's output projection, ``[num_kv_heads, G, hidden, d]`` in the model's dtype and the same tensor in
     each call, or None if it is unknown. softmax: returns that of a layer, whose cap all layers share. rotation: the
-    model's rotary position embedding, if it is known. group_size: query heads per KV head (G). hidden_size: of the
-    model. max_bytes: working memory of a policy for a batch; larger batches are split, down to one KV head of one
-    layer.
+    model's rotary position embedding, if it is known. head_budgets: of the layers, if the server has any. group_size:
+    query heads per KV head (G). hidden_size: of the model. max_bytes: working memory of a policy for a batch; larger
+    batches are split, down to one KV head of one layer.
     """
 
     layers: Sequence[PagedKVCache]
@@ -42,6 +43,7 @@ class CachedLayers:
     output_weights: Callable[[int], Tensor | None] = field(default=lambda layer: None)
     softmax: Callable[[int], Softmax] = field(default=lambda layer: PLAIN_SOFTMAX)
     rotation: Rotation | None = None
+    head_budgets: HeadBudgets | None = None
     group_size: int = 1
     hidden_size: int = 0
     max_bytes: int = 64 << 20
@@ -105,6 +107,7 @@ class CachedLayers:
             queries=self._queries(seq_layers, batch, window) if batch.compactions[0].ring and window else None,
             output_weights=self.output_weights(layers[0]) if batch.policy.needs_output_weights else None,
             rotation=self.rotation,
+            head_budgets=self.head_budgets,
             layer_statistics=None if statistics is None else statistics[[one.request for one in seq_layers]],
             budgets=budgets,
             is_packed=bool(batch.shares),
