@@ -144,10 +144,6 @@ def count_request(policy: str, engine: int, parts: Iterable[str] = ()) -> None:
         _of(RELIEFS, policy, engine)
 
 
-def count_repeating(policy: str, engine: int) -> None:
-    REPEATING.labels(policy, engine).inc()
-
-
 def count_verified(policy: str, budget: float, verified: "Verified") -> None:
     """budget: of the request."""
     if verified.skipped is not None:
@@ -169,27 +165,6 @@ def count_saved_context(event: str) -> None:
 
 def count_rejection(reason: str) -> None:
     REJECTED.labels(reason).inc()
-
-
-def count_compression(policy: str, engine: int) -> None:
-    COMPRESSIONS.labels(policy, engine).inc()
-
-
-def count_freed(policy: str, engine: int, num_blocks_freed: int, num_bytes_freed: int) -> None:
-    BLOCKS_FREED.labels(policy, engine).inc(num_blocks_freed)
-    BYTES_FREED.labels(policy, engine).inc(num_bytes_freed)
-
-
-def count_refresh(policy: str, engine: int) -> None:
-    REFRESHES.labels(policy, engine).inc()
-
-
-def count_relief(policy: str, engine: int) -> None:
-    RELIEFS.labels(policy, engine).inc()
-
-
-def count_not_offloaded(policy: str, engine: int) -> None:
-    NOT_OFFLOADED.labels(policy, engine).inc()
 
 
 def count_context(policy: str, engine: int, num_tokens: int) -> None:

@@ -9,7 +9,7 @@ from vllm_kvmerge.engine.accounting import Accounts
 from vllm_kvmerge.engine.blocks import MergeableAttentionManager
 from vllm_kvmerge.engine.internal_requests import InternalRequest
 from vllm_kvmerge.engine.messages import Compress, CompressionReport, CompressionStep, Purpose
-from vllm_kvmerge.engine.metrics import count_compression, count_freed, count_refresh, count_relief
+from vllm_kvmerge.engine.metrics import BLOCKS_FREED, BYTES_FREED, COMPRESSIONS, REFRESHES, RELIEFS
 from vllm_kvmerge.engine.pressure import Pressure
 from vllm_kvmerge.engine.schedule import FrontSize
 from vllm_kvmerge.engine.sharing import ContextSharing
@@ -174,7 +174,7 @@ class Planner:
                 break
             # Not spread: blocks are needed at once.
             if self._plan(state, relief.new_front, step, is_spread=False):
-                count_relief(state.policy, self._engine)
+                RELIEFS.labels(state.policy, self._engine).inc()
 
     # One compression.
 
@@ -235,16 +235,17 @@ class Planner:
         self._manager.retire_read(state)
         self._manager.supersede(work.superseded)
         state.shrink_kept()
-        count_compression(state.policy, self._engine)
+        COMPRESSIONS.labels(state.policy, self._engine).inc()
         if work.may_shrink:
             state.unreported = work.num_freed
         else:
             self._count_freed(state, work.num_freed)
         if work.compress.is_refresh:
-            count_refresh(state.policy, self._engine)
+            REFRESHES.labels(state.policy, self._engine).inc()
 
     def _count_freed(self, state: RequestState, num_blocks: int) -> None:
         # Where each head has a page that is not full, a compression may take a block more than it frees.
         num_blocks = max(0, num_blocks)
-        count_freed(state.policy, self._engine, num_blocks, num_blocks * self._bytes_per_block)
+        BLOCKS_FREED.labels(state.policy, self._engine).inc(num_blocks)
+        BYTES_FREED.labels(state.policy, self._engine).inc(num_blocks * self._bytes_per_block)
         self._accounts.note_returned(state.request.request_id, num_blocks)

@@ -183,12 +183,6 @@ class RequestCompression:
             return False
         return not segments.are_compressed if self.chunk is None else segments.tail < self.context
 
-    def is_rescored(self, segments: Segments) -> bool:
-        """True if the next compression takes its statistics from the newest queries alone: those of a context's entries
-        that have been compressed before, or of a request that has waited for pressure."""
-        is_late = segments.are_compressed and self.is_in_context(segments)
-        return (is_late or self.config.awaits_pressure) and self.config.rescoring_window > 0
-
     def parts_of_context(self) -> list[int]:
         """Numbers of computed tokens at which the context is compressed before its end. Raises PartError."""
         counts, segments = list[int](), UNCOMPRESSED

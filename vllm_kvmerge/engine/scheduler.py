@@ -40,7 +40,7 @@ from vllm_kvmerge.engine.messages import (
     attached_report,
     attached_step,
 )
-from vllm_kvmerge.engine.metrics import CacheGauges, count_generated, count_not_offloaded, count_repeating
+from vllm_kvmerge.engine.metrics import NOT_OFFLOADED, REPEATING, CacheGauges, count_generated
 from vllm_kvmerge.engine.planning import Planner
 from vllm_kvmerge.engine.poison import FreedBlocks
 from vllm_kvmerge.engine.prefix_keys import PrefixKeys
@@ -183,7 +183,7 @@ class CompressionSchedulerMixin(Scheduler):
                     self._states[request.request_id] = state
                     if self.connector is not None:
                         self._hidden.add(request.request_id)
-                        count_not_offloaded(state.policy, self._engine)
+                        NOT_OFFLOADED.labels(state.policy, self._engine).inc()
         super().add_request(request)
 
     def _admit(self, request: Request) -> RequestState | None:
@@ -264,7 +264,7 @@ class CompressionSchedulerMixin(Scheduler):
         self._accounts.note(request)
         state = self._states.get(request.request_id)
         if repeats(request.output_token_ids):
-            count_repeating(self._policy(request.request_id), self._engine)
+            REPEATING.labels(self._policy(request.request_id), self._engine).inc()
         if self._contexts.is_asked(request.request_id):
             front = None if state is None else self._sharing.front_of(state)
             self._contexts.end(request, front, None if state is None else state.schedule)

@@ -103,3 +103,13 @@ def test_the_fact_asked_for_is_near_the_end():
     for sample in samples(demo.DemoRecall(length=400, facts=12, asked_in=0.2), count=20):
         words = sample.prompt.split()
         assert words.index(words[-1]) >= 320 and words.count(words[-1]) == 2
+
+
+def test_repetition_of_what_is_continued():
+    task = demo.DemoRepetition(length=200, max_tokens=24, n=4)
+    drawn = samples(task, count=3)
+    assert len({sample.prompt for sample in drawn}) == 3
+    assert all(len(TOKENIZER.encode(sample.prompt)) == 200 and sample.max_tokens == 24 for sample in drawn)
+    assert task.score(drawn[0], Completion("a b c d e f g h")) == 0.0
+    # Nine 4-grams, of which the first four are all there are.
+    assert task.score(drawn[0], Completion(" ".join("abcd" * 3))) == pytest.approx(5 / 9)

@@ -8,6 +8,7 @@ from pydantic import Field
 from vllm_kvmerge.demo import documents
 from vllm_kvmerge.demo.language import NUM_KEYS, NUMBER_WORDS, plain_text, words_of
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
+from vllm_kvmerge.evaluation.tasks.repetition import repetition
 
 
 class DemoTask(Task):
@@ -178,3 +179,25 @@ class DemoText(Task):
 
     def score(self, sample: Sample, completion: Completion) -> float:
         return -sum(completion.logprobs) / len(completion.logprobs)
+
+
+@register
+class DemoRepetition(Task):
+    """Plain text to be continued, greedily, and how much of the continuation is repetition: ``ngram_repetition`` in
+    the demo model's language. Less is better, but noise hardly repeats itself."""
+
+    name = "demo_repetition"
+    source = "MorphKV, arXiv 2503.00979, table 5; vllm_kvmerge.demo.language"
+    metric = "share of repeated n-grams"
+    higher_is_better = False
+
+    length: Annotated[int, Field(ge=16, description="Tokens of the prompt.")] = 512
+    max_tokens: Annotated[int, Field(ge=1, description="After which the continuation is cut off.")] = 512
+    n: Annotated[int, Field(ge=1, description="Words of an n-gram.")] = 10
+
+    def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
+        texts = (plain_text(np.random.default_rng((seed, index)), self.length - 1) for index in range(count))
+        return [Sample(words_of(text), "", [], self.max_tokens) for text in texts]
+
+    def score(self, sample: Sample, completion: Completion) -> float:
+        return repetition(completion.text, self.n)

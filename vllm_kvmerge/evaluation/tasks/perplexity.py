@@ -14,28 +14,8 @@ TRIES = 256
 """Most tokens that a window is moved by to a place where its text is read as the same tokens again."""
 
 
-class PerplexityTask(Task):
-    """A task whose samples' last tokens are scored by their log-probabilities, as many as ``data["num_scored"]``."""
-
-    source = "WeightedKV, arXiv 2503.01330, section V-A"
-    metric = "perplexity (a sample's score: -ln p per token)"
-    higher_is_better = False
-    needs_logprobs = True
-
-    def score(self, sample: Sample, completion: Completion) -> float:
-        """Mean of -ln p over the scored tokens."""
-        if len(completion.logprobs) != sample.max_tokens:
-            raise ValueError(f"{len(completion.logprobs)} log-probabilities for {sample.max_tokens} tokens")
-        scored = completion.logprobs[-sample.data["num_scored"] :]
-        return -math.fsum(scored) / len(scored)
-
-    def summary(self, scores: Sequence[float]) -> float:
-        """The perplexity of all scored tokens."""
-        return math.exp(super().summary(scores))
-
-
 @register
-class Perplexity(PerplexityTask):
+class Perplexity(Task):
     """Windows of ``length`` tokens: the first ``prompt`` are the prompt, the others its forced continuation.
 
     Each window begins with an empty cache. A prompt is read at once, with full attention; what follows is decoded
@@ -54,6 +34,10 @@ class Perplexity(PerplexityTask):
     """
 
     name = "perplexity"
+    source = "WeightedKV, arXiv 2503.01330, section V-A"
+    metric = "perplexity (a sample's score: -ln p per token)"
+    higher_is_better = False
+    needs_logprobs = True
 
     length: int = Field(4096, ge=2, description="Tokens of a window.")
     prompt: int = Field(64, ge=1, description="Tokens of a window that are read at once, and not scored.")
@@ -89,6 +73,17 @@ class Perplexity(PerplexityTask):
             raise ValueError(f"length: no text has {self.length} tokens; allowed: shorter windows, or a separator")
         return choose(samples, count, rng)
 
+    def score(self, sample: Sample, completion: Completion) -> float:
+        """Mean of -ln p over the scored tokens."""
+        if len(completion.logprobs) != sample.max_tokens:
+            raise ValueError(f"{len(completion.logprobs)} log-probabilities for {sample.max_tokens} tokens")
+        scored = completion.logprobs[-self.num_scored :]
+        return -math.fsum(scored) / len(scored)
+
+    def summary(self, scores: Sequence[float]) -> float:
+        """The perplexity of all scored tokens."""
+        return math.exp(super().summary(scores))
+
     def _windows(self, text: str, tokenizer: Tokenizer) -> Iterator[Sample]:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         start = 0
@@ -105,8 +100,7 @@ class Perplexity(PerplexityTask):
                     "other tokens"
                 )
             prompt, continuation = halves
-            data = {"num_scored": self.num_scored}
-            yield Sample(prompt, "", [], self.length - self.prompt, continuation, data)
+            yield Sample(prompt, "", [], self.length - self.prompt, continuation)
             start += moved + (self.stride or self.length)
 
     def _cut(self, window: list[int], tokenizer: Tokenizer) -> tuple[str, str] | None:
