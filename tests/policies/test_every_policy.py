@@ -99,8 +99,9 @@ def test_300_decode_steps_stay_within_the_budget(name):
         assert_sound(compressed, context.capacity)
         assert ((kept == torch.arange(context.capacity)) | (kept < 0) | (kept >= context.capacity)).all()
         assert result.num_merged + result.num_evicted + int(compressed.is_live.sum()) == before
-        of_layer_alone = policy.head_budgets(entries, context).sum()  # of what is known beforehand, layers share all
-        assert compressed.is_live.sum() <= (of_layer_alone if name == "calibrated" else num_heads * budget)
+        # The layers share what is known beforehand.
+        most = policy.head_budgets(entries, context).sum() if name == "calibrated" else num_heads * budget
+        assert compressed.is_live.sum() <= most
         assert compressed.positions.max() <= seen - 1
         assert all(set(range(num_sinks)) <= set(row) for row in compressed.positions.tolist())
         num_merged += result.num_merged

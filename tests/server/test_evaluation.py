@@ -39,7 +39,7 @@ def test_the_real_server(server, config: str, tmp_path: Path) -> None:
 
 def test_answers_are_drawn_as_the_configuration_says(server, tmp_path: Path) -> None:
     def answers(name: str, **changes: Any) -> list[str]:
-        tasks = [{"task": "demo_repetition", "length": 64, "max_tokens": 16}]
+        tasks = [{"task": "demo_recall", "length": 64, "facts": 2}]
         config = write_config(tmp_path / "c.yaml", policies=["full"], samples=3, tasks=tasks, **changes)
         out = tmp_path / name
         assert main(["eval", str(config), "--endpoint", server.url, "--output", str(out)]) == 0
