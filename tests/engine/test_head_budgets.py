@@ -39,6 +39,17 @@ def test_heads_hold_what_the_file_says(engine, policy):
     engine.assert_empty()
 
 
+def test_a_first_compression_during_generation_divides_alike(engine):
+    """Nothing has to be measured first."""
+    shares, found = np.array(read_head_budgets(FILE).shares), []
+    fields = FIELDS | {"budget": 64, "interval": 96}
+    engine.add("one", random_prompt(np.random.default_rng(3), 40), greedy("calibrated", 150, **fields))
+    run(engine, lambda: found.append(held(engine).clone()) if engine.compression.states else None)
+    expected = divided(shares.flatten(), 64, 9, 160).reshape(shares.shape)
+    assert np.abs(found[-2].numpy() - expected).max() <= BLOCK_SIZE < expected.max() - 64
+    engine.assert_empty()
+
+
 def test_an_answer_depends_neither_on_company_nor_on_preemption(engine):
     rng = np.random.default_rng(2)
     prompts = [random_prompt(rng, length) for length in (300, 520, 900)]
