@@ -89,21 +89,6 @@ def test_the_request_of_the_readme(readme_server):
     assert told.items() <= held.items()
 
 
-@pytest.mark.slow
-def test_the_tutorial_on_a_floor(readme_server, tmp_path):
-    """What passes depends on the processor's arithmetic."""
-    where = ROOT / "docs/tutorials.md", "A floor for your own documents"
-    (page, section), program = where, tmp_path / "tutorial.py"
-    program.write_text(blocks(page, "python", section)[0].replace("http://127.0.0.1:8000", readme_server.url))
-    (found,), (shown,) = run_here(readme_server, [f".venv/bin/python {program}"]), blocks(page, "text", section)
-    entries = [[int(one) for one in re.findall(r", (\d+) of 2240 entries", text)] for text in (found, shown)]
-    assert entries[0] == sorted(entries[0]) and len(entries[0]) == len(entries[1]) == 3 and entries[0][0] < 2240
-    for text in (found, shown):
-        agreeing = re.findall(r"^    (\S+): '", text, re.MULTILINE)
-        assert len(agreeing) == 6 and ("exact" in agreeing) == ("floor 0.99: full" in text)
-        assert re.findall(r"^(\S+) +0.5: \d+% agree", text, re.MULTILINE) == ["expected_attention", "kvzip"]
-
-
 def test_the_readmes_document_is_the_handbook():
     request = json.loads((ROOT / "configs/request.json").read_text())
     document, question = (message["content"] for message in request["messages"])
