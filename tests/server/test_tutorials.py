@@ -28,7 +28,7 @@ def printed(section: str, server: Server, tmp_path: Path) -> tuple[str, str]:
     (program,), (shown,) = blocks(PAGE, "python", section), blocks(PAGE, "text", section)
     file = tmp_path / "tutorial.py"
     file.write_text(program.replace("http://127.0.0.1:8000", server.url))
-    return run_here(server, [f"cd {ROOT} && .venv/bin/python {file}"])[0], shown
+    return run_here(server, [f".venv/bin/python {file}"])[0], shown
 
 
 def numbers(text: str, unit: str) -> list[float]:
@@ -98,7 +98,7 @@ def test_kubernetes() -> None:
     with serving(*options, command=command, **own) as server:
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert httpx.get(server.url + container[probe]["httpGet"]["path"]).status_code == 200
-        answer, counted = run_here(server, [f"cd {ROOT}\nKEY='{key}'\n" + request])[0].splitlines()
+        answer, counted = run_here(server, [f"KEY='{key}'\n" + request])[0].splitlines()
         told = json.loads(answer)
         assert "6352" in told["choices"][0]["message"]["content"]
         proof = told["usage"]["kv_compression"]
