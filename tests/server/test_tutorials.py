@@ -47,19 +47,19 @@ def test_a_document(readme_server: Server, tmp_path: Path) -> None:  # noqa: F81
 def test_a_floor(readme_server: Server, tmp_path: Path) -> None:  # noqa: F811
     for text in printed(FLOOR, readme_server, tmp_path):
         entries = [int(one) for one in re.findall(r", (\d+) of 2240 entries", text)]
-        assert entries == sorted(entries) and len(entries) == 3 and entries[0] < 2240
-        agreeing = re.findall(r"^    (\S+): '", text, re.MULTILINE)
-        assert len(agreeing) == 6 and ("exact" in agreeing) == ("floor 0.99: full" in text)
+        assert entries == sorted(entries) and len(entries) == 2 and entries[0] < 2240
+        assert len(re.findall(r"^    \d+%: '", text, re.MULTILINE)) == 4
         assert re.findall(r"^(\S+) +0.5: \d+% agree", text, re.MULTILINE) == ["expected_attention", "kvzip"]
 
 
 def test_a_chat(readme_server: Server, tmp_path: Path) -> None:  # noqa: F811
-    """Compressed caches stay within their budgets."""
-    for text in printed(CHAT, readme_server, tmp_path):
-        full, *compressed = zip(*(re.findall("right|wrong", line) for line in text.splitlines()), strict=True)
-        assert full.count("right") >= 9 and all(side.count("right") >= 6 for side in compressed)
-        held = [numbers(line, "MB") for line in text.splitlines()]
-        assert len(held) == 10 and held == sorted(held, key=lambda line: line[0])
+    """Compressed caches stay within their budgets. The page leaves out some turns."""
+    found, shown = (re.findall("^turn.*", text, re.MULTILINE) for text in printed(CHAT, readme_server, tmp_path))
+    full, *compressed = zip(*(re.findall("right|wrong", line) for line in found), strict=True)
+    assert len(full) == 10 and full.count("right") >= 9 and all(side.count("right") >= 6 for side in compressed)
+    for lines in found, shown:
+        held = [numbers(line, "MB") for line in lines]
+        assert held == sorted(held, key=lambda line: line[0])
         whole, larger, smaller = map(max, zip(*held, strict=True))
         assert larger < 0.55 * whole and smaller < 0.55 * larger
 
