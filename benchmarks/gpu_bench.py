@@ -270,8 +270,8 @@ class Results:
               file=sys.stderr, flush=True)  # fmt: skip
         self.save()
 
-    def save(self, **more: Any) -> None:
-        found = {"rates": self.rates, "absent": self.absent, "failed": self.failed, **more}
+    def save(self) -> None:
+        found = {"rates": self.rates, "absent": self.absent, "failed": self.failed}
         result = self.head | found | {"rows": [asdict(row) for row in self.rows]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(self.path.name + ".part")

@@ -670,4 +670,4 @@ PARTS: dict[str, Part] = {
     "entries": entries,
     "float32": float32,
 }
-"""In the order in which they run: what aims are stated for comes first."""
+"""In the order in which they run: what matters most comes first."""

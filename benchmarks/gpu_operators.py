@@ -13,8 +13,7 @@ Parts, and about how long they may take (estimates): decode 3 minutes, coded 1, 
 prefill 1, peers 4, scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case begins;
 ``--resume`` takes rows of an earlier file, so that several commands make up one. The file is written after every row.
 
-``--tune`` tries tile sizes instead, and writes rules for this GPU; see gpu_tune.py. Without a GPU it exits with 2;
-``--interpret`` runs tiny shapes in Triton's interpreter, whose times mean nothing.
+Without a GPU it exits with 2; ``--interpret`` runs tiny shapes in Triton's interpreter, whose times mean nothing.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -35,32 +33,22 @@ if any(importlib.util.find_spec(name) is None for name in ("torch", "triton", "n
     sys.exit("gpu_operators.py needs torch, triton, numpy and pydantic, of which not all are installed")
 
 import torch
-from gpu_aims import aims
 from gpu_bench import Bench, Results, Row, rows_of
 from gpu_cases import PARTS
-from gpu_tune import KERNELS, choose, tune
 from report import machine
 
 from vllm_kvmerge import ops
 from vllm_kvmerge.ops import triton
 
-PACKAGE = Path(ops.__file__).parent
-
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="default: gpu_operators.json, of --tune gpu_tuning.json")
+    parser.add_argument("--output", type=Path, default=Path("gpu_operators.json"))
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further case is begun")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep this file's rows until measured again")
     parser.add_argument("--interpret", action="store_true", help="tiny shapes on the CPU; times mean nothing")
-    parser.add_argument("--tune", nargs="*", choices=list(KERNELS), metavar="KERNEL",
-                        help=f"try tile sizes, of all kernels or of some: {', '.join(KERNELS)}")  # fmt: skip
-    parser.add_argument("--choose", action="store_true",
-                        help="write which implementation is faster, by what is measured")  # fmt: skip
-    parser.add_argument("--rules", type=Path, metavar="DIR",
-                        help="where --tune and --choose write rules (default: the package)")  # fmt: skip
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -82,8 +70,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--no-peers", action="store_true", help="only our operators")
     parsed = parser.parse_args(arguments)
-    if parsed.output is None:
-        parsed.output = Path("gpu_operators.json" if parsed.tune is None else "gpu_tuning.json")
     parsed.chunks = [(1, 16384, 2048), (1, 16384, 512), (8, 4096, 512)]
     if parsed.interpret:
         parsed.head_size, parsed.kv_heads, parsed.groups, parsed.batch = 32, 2, [2], [2]
@@ -145,9 +131,6 @@ def main() -> int:
         arguments.seconds,
         arguments.repeats,
     )
-    rules = arguments.rules or PACKAGE
-    if arguments.tune is not None:
-        return tune(bench, arguments.tune or list(KERNELS), arguments.groups, rules, arguments.output, until)
     earlier = rows_of(arguments.resume) if arguments.resume else []
     head: dict[str, Any] = {
         "machine": machine() | {"gpu": torch.cuda.get_device_name(device) if bench.is_gpu else None},
@@ -159,8 +142,7 @@ def main() -> int:
         rates["float32"] = Bench(**{**vars(bench), "dtype": torch.float32}).matrix_rate()
     results = Results(arguments.output, head, rates, earlier, until)
     run_parts(bench, arguments, results)
-    found = aims(results.rows)
-    results.save(aims=[asdict(aim) for aim in found])
+    results.save()
     table(results.rows)
     wrong = [row for row in results.rows if not row.is_right]
     for row in wrong:
@@ -169,12 +151,8 @@ def main() -> int:
         print(f"without {name}: {reason}")
     for name, reason in results.failed.items():
         print(f"{name}: {reason}")
-    if arguments.choose:
-        choose(results.rows, bench, rules)
     products = ", ".join(f"{name} {rate / 1e12:.1f} TFLOP/s" for name, rate in rates.items() if name != "copy")
     print(f"\n{triton.description(device)}; copy {rates['copy'] / 1e9:.0f} GB/s; matrix products {products}")
-    for aim in found:
-        print(aim)
     return 1 if wrong or set(results.failed) - {"time"} else 0
 
 
