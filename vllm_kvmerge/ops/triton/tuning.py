@@ -3,8 +3,8 @@
 A rule names its kernel. It applies if all conditions that it names match: ``device``, a prefix of the GPU's name; and
 lists of allowed values of ``head_size``, the head size rounded up to a power of two, ``row_bytes``, bytes of such a row
 in the cache (as many as the head size: numbers of 8 bits, which are multiplied as 16), and ``groups``, query heads per
-KV head. Everything else is a setting, except ``measured``, the measurement behind a rule for one GPU. Rules that name no
-GPU hold on all; each kernel has some for every shape.
+KV head. Everything else is a setting, except ``measured``, the measurement behind a rule for one GPU. Rules that name
+no GPU hold on all; each kernel has some for every shape.
 """
 
 from collections.abc import Iterator
