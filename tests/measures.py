@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_kvmerge.demo import recall
-from vllm_kvmerge.demo.documents import Prompt
+from vllm_kvmerge.demo.documents import DIGITS_PER_ANSWER, Prompt
 from vllm_kvmerge.evaluation.continuation import forced
 from vllm_kvmerge.request.spec import FULL, compression
 
@@ -27,7 +26,7 @@ def score(answers: list[str], prompts: list[Prompt], policy: str) -> Score:
     return Score(
         policy=policy,
         exact=sum(given == wanted for given, wanted in pairs) / len(pairs),
-        digits=sum(digits) / (len(pairs) * recall.DIGITS_PER_ANSWER),
+        digits=sum(digits) / (len(pairs) * DIGITS_PER_ANSWER),
     )
 
 
@@ -39,7 +38,7 @@ def evaluate(llm: "LLM", prompts: list[Prompt], policies: list[str], budget: int
     for policy in policies:
         parameters = {} if policy == FULL else {"budget": budget}
         params = SamplingParams(
-            temperature=0, max_tokens=recall.DIGITS_PER_ANSWER + 1, extra_args=compression(policy, **parameters)
+            temperature=0, max_tokens=DIGITS_PER_ANSWER + 1, extra_args=compression(policy, **parameters)
         )
         outputs = llm.generate([prompt.text for prompt in prompts], params, use_tqdm=False)
         scores.append(score([output.outputs[0].text for output in outputs], prompts, policy))
