@@ -3,11 +3,9 @@
 Both sides are engines with the same random-weight model, stay up and take turns; figures are medians and ranges, ratios
 are to stock vLLM's full cache in the same turn. ``plain`` is the plugin serving requests without a policy.
 
-Parts: ``latency``, ``throughput`` (of as many requests as the same bytes of KV cache hold), and papers' comparisons, as
-ratios on a model of the shape that theirs has: ``keepkv`` (table 1), ``zsmerge`` (table 1), ``zsmerge-length`` (figure
-3), ``morphkv`` (table 4), ``grkv`` (figure 4). What a part has measured is saved after each turn, beside what the
-file holds of other parts. A case or a side that fails stops no other, nor does a part. Sizes are as large as the GPU
-allows, at most those that are asked for.
+Parts: ``latency``, and ``throughput`` of as many requests as the same bytes of KV cache hold. What a part has measured
+is saved after each turn, beside what the file holds of the other part. A case or a side that fails stops no other, nor
+does a part. Sizes are as large as the GPU allows, at most those that are asked for.
 
 ``--device cpu`` runs every part with tiny models and lengths, to see that it runs: its figures mean nothing.
 """
@@ -40,7 +38,6 @@ from vllm_kvmerge.policies import PRESETS
 
 SHAPES = {
     "8b": ModelShape(32, 4096, 32, 8, 128, intermediate=14_336),  # Llama 3 8B
-    "7b": ModelShape(32, 4096, 32, 32, 128, intermediate=11_008),  # Llama 2 7B: a KV head for each query head
     "1b": ModelShape(16, 2048, 32, 8, 64, intermediate=8_192),  # Llama 3.2 1B
     "tiny": ModelShape(2, 64, 4, 2, 32),
 }
@@ -60,7 +57,6 @@ class Row:
     request's tokens in that time (tokens of several steps may arrive together, so their median says less);
     intertoken_p99: of all turns. total: generated tokens per second from the first request's start to the last's end.
     first_token: milliseconds until it, one request with an unknown prompt. peak_usage: share of the pool.
-    theirs: what a paper reports for ``their_metric``'s ratio.
     """
 
     case: str
@@ -79,39 +75,14 @@ class Row:
     preemptions: int
     first_token: Spread | None = None
     first_token_ratio: Spread | None = None
-    their_metric: str | None = None
-    theirs: float | None = None
-    ours: float | None = None
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a case is asked to do in a turn: ``requests`` prompts at once. theirs: a paper's ratio."""
+    """What a case is asked to do in a turn: ``requests`` prompts at once."""
 
     case: Case
     requests: int
-    theirs: float | None = None
-
-
-Metric = Callable[[Row, list[Row]], float | None]
-METRICS: dict[str, Metric] = {
-    "decode throughput": lambda row, rows: _median(row.decode_ratio),
-    "total throughput": lambda row, rows: _median(row.total_ratio),
-    "intertoken latency": lambda row, rows: _median(row.intertoken_ratio),
-    # Theirs is 1 / (runtime x memory), to 2%: as many more requests as fit, each so much slower.
-    "1 / (runtime x memory) against snapkv": lambda row, rows: _against(rows, "snapkv", row),
-}
-
-
-def _median(ratio: Spread | None) -> float | None:
-    return None if ratio is None else ratio.median
-
-
-def _against(rows: list[Row], name: str, row: Row) -> float | None:
-    other = next((one for one in rows if one.case.startswith(name)), None)
-    if other is None:
-        return None
-    return (row.total.median / other.total.median) * (other.peak_usage / row.peak_usage)
 
 
 def intertoken(run: Run) -> float:
@@ -281,17 +252,6 @@ class Bench:
             compared(first, firsts[base], first_token),
         )
 
-    @staticmethod
-    def compared(rows: list[Row], jobs: Sequence[Job], metric: str) -> list[Row]:
-        """Rows beside what a paper reports."""
-        theirs = {job.case.name: job.theirs for job in jobs}
-        return [
-            row
-            if theirs[row.case] is None
-            else replace(row, their_metric=metric, theirs=theirs[row.case], ours=METRICS[metric](row, rows))
-            for row in rows
-        ]
-
     def compression(self, policy: str, budget: float | int, **parameters: Any) -> dict[str, Any]:
         return {"policy": policy, "budget": budget, "interval": self.arguments.interval} | parameters
 
@@ -343,86 +303,7 @@ def throughput(bench: Bench) -> Iterator[list[Row]]:
             yield from bench.measure(jobs, length, generated, cached=False)
 
 
-def keepkv(bench: Bench) -> Iterator[list[Row]]:
-    """KeepKV table 1: Llama 2 7B, 4k context, 20%: full cache with batch 2, the others with batch 8."""
-    length, generated = bench.size(4096), bench.arguments.tokens
-    longest = length + generated + 64
-    with bench.sides("7b", longest, 10 * longest) as (stock, ours):
-        jobs = [Job(Case(STOCK, stock), 2)]
-        for policy, theirs in (("h2o", 317.33), ("d2o", 214.8), ("keepkv", 255.99)):
-            jobs.append(Job(Case(policy, ours, bench.compression(policy, 0.2)), 8, theirs / 116.54))
-        for rows in bench.measure(jobs, length, generated, cached=True):
-            yield bench.compared(rows, jobs, "decode throughput")
-
-
-def zsmerge(bench: Bench) -> Iterator[list[Row]]:
-    """ZSMerge table 1: a 7B model, 5%, as many tokens generated as the prompt has; the whole of it counts."""
-    table = [
-        (4096, 4, 77.0 / 62.4, 43.9 / 62.4),
-        (4096, 8, 146.7 / 65.5, None),
-        (2048, 16, 281.9 / 133.1, 86.1 / 133.1),
-    ]
-    for length, batch, theirs, theirs_of_h2o in table:
-        length = bench.size(length)
-        generated = min(length, bench.arguments.generate or length)
-        longest = length + generated + 64
-        with bench.sides("7b", longest, int(1.1 * batch * longest)) as (stock, ours):
-            jobs = [Job(Case(STOCK, stock), batch)]
-            jobs.append(Job(Case("zsmerge", ours, bench.compression("zsmerge", 0.05)), batch, theirs))
-            jobs.append(Job(Case("h2o", ours, bench.compression("h2o", 0.05)), batch, theirs_of_h2o))
-            for rows in bench.measure(jobs, length, generated, cached=False):
-                yield bench.compared(rows, jobs, "total throughput")
-
-
-def zsmerge_length(bench: Bench) -> Iterator[list[Row]]:
-    """ZSMerge figure 3: Llama 2 7B, one request, budget 18k: as fast at 54k tokens as at 20k, the full cache half."""
-    generated = bench.arguments.tokens
-    longest = bench.size(54_000) + generated + 64
-    with bench.sides("7b", longest, int(1.4 * longest)) as (stock, ours):
-        compression = bench.compression("zsmerge", bench.size(18_000))
-        for length, theirs in ((20_000, 9 / 9), (54_000, 9 / 4)):
-            jobs = [Job(Case(STOCK, stock), 1), Job(Case("zsmerge", ours, compression), 1, theirs)]
-            for rows in bench.measure(jobs, bench.size(length), generated, cached=True):
-                yield bench.compared(rows, jobs, "decode throughput")
-
-
-def morphkv(bench: Bench) -> Iterator[list[Row]]:
-    """MorphKV table 4, against SnapKV: prompts of 6k tokens, SnapKV keeps 1,024 of them and all that is generated.
-
-    Their SnapKV keeps entries for each query head, so four times as many as ours; that is in their ratio of memory.
-    """
-    length, generated = bench.size(6000), bench.size(bench.arguments.generate or 2048)
-    longest, batch = length + generated + 64, 8
-    with bench.sides("8b", longest, int(1.1 * batch * longest)) as (stock, ours):
-        jobs = [Job(Case(STOCK, stock), batch)]
-        jobs.append(Job(Case("snapkv", ours, bench.compression("snapkv", bench.size(1024))), batch, 1.0))
-        jobs.append(Job(Case("h2o", ours, bench.compression("h2o", bench.size(2048))), batch, 2.40))
-        jobs.append(Job(Case("morphkv", ours, bench.compression("morphkv", bench.size(2048))), batch, 4.68))
-        for rows in bench.measure(jobs, length, generated, cached=True):
-            yield bench.compared(rows, jobs, "1 / (runtime x memory) against snapkv")
-
-
-def grkv(bench: Bench) -> Iterator[list[Row]]:
-    """GRKV figure 4: Llama 3.1 8B, 64k context, 10%, one request: 37.75 ms a token, 64.84 with the full cache."""
-    length, generated = bench.size(65_536), bench.arguments.tokens
-    longest = length + generated + 64
-    with bench.sides("8b", longest, int(2.2 * longest)) as (stock, ours):
-        jobs = [Job(Case(STOCK, stock), 1)]
-        jobs.append(Job(Case("snapkv", ours, bench.compression("snapkv", 0.1)), 1))
-        jobs.append(Job(Case("grkv", ours, bench.compression("grkv", 0.1)), 1, 37.75 / 64.84))
-        for rows in bench.measure(jobs, length, generated, cached=True, with_first_token=True):
-            yield bench.compared(rows, jobs, "intertoken latency")
-
-
-PARTS: dict[str, Callable[[Bench], Iterator[list[Row]]]] = {
-    "latency": latency,
-    "throughput": throughput,
-    "keepkv": keepkv,
-    "zsmerge": zsmerge,
-    "zsmerge-length": zsmerge_length,
-    "morphkv": morphkv,
-    "grkv": grkv,
-}
+PARTS: dict[str, Callable[[Bench], Iterator[list[Row]]]] = {"latency": latency, "throughput": throughput}
 
 
 @dataclass(frozen=True)
@@ -462,7 +343,6 @@ def verdicts(found: dict[str, list[Row]], length: int) -> list[str]:
 
 def show(part: str, rows: list[Row]) -> None:
     def cells(row: Row) -> list[str]:
-        theirs = "" if row.theirs is None or row.ours is None else f"{row.ours:.2f} | {row.theirs:.2f}"
         return [
             str(row.requests),
             str(row.decode),
@@ -474,11 +354,10 @@ def show(part: str, rows: list[Row]) -> None:
             str(row.first_token or ""),
             str(row.first_token_ratio or ""),
             f"{row.peak_usage:.2f}, {row.preemptions}",
-            theirs,
         ]
 
     heads = ["requests", "decode tok/s", "ratio", "between tokens ms", "ratio", "p99 ms", "total tok/s ratio"]
-    heads += ["1st token ms", "ratio", "pool, preempted", "ours | paper"]
+    heads += ["1st token ms", "ratio", "pool, preempted"]
     title = f"{part}: {rows[0].length} + {rows[0].generated} tokens; median (range) of {rows[0].turns}"
     print_table(title, heads, {row.case: cells(row) for row in rows}, first="")
 
@@ -505,14 +384,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--runner", choices=["v1", "v2"], default="v2", help="vLLM's model runner, of both sides")
     parser.add_argument("--stock-backend", metavar="NAME", help="stock vLLM's attention; default: what it chooses")
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of latency and throughput; papers have own ones")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65_536, 16_384, 4096], help="of latency")
     parser.add_argument("--together", type=int, default=4 * 65_536, help="most tokens of all prompts, in latency")
     parser.add_argument("--throughput-lengths", type=int, nargs="+", default=[65_536])
     parser.add_argument("--throughput-tokens", type=int, default=512, help="generated per request, in throughput")
     parser.add_argument("--fit", type=int, default=2, help="whole requests that the pool holds, in throughput")
-    parser.add_argument("--tokens", type=int, default=128, help="generated per request, elsewhere")
-    parser.add_argument("--generate", type=int, help="generated per request by zsmerge and morphkv, instead of theirs")
+    parser.add_argument("--tokens", type=int, default=128, help="generated per request, in latency")
     parser.add_argument("--max-requests", type=int, default=64)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.1, 0.05])
     parser.add_argument("--interval", type=int, default=16)
