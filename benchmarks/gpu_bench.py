@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -31,7 +31,7 @@ Call = Callable[[int], object]
 class Row:
     """One measurement.
 
-    part: of the benchmark. case: in words; shape: in numbers. seconds: of one call. bytes: that must move, flops: that
+    part: of the benchmark. case: in words. seconds: of one call. bytes: that must move, flops: that
     must be done, or 0. share: of the copy bandwidth, or where there are flops of the matrix product's rate. errors:
     ||out - ref|| / ||ref|| by what was compared; none where nothing was.
     """
@@ -45,12 +45,7 @@ class Row:
     bytes: int = 0
     flops: int = 0
     errors: dict[str, float] = field(default_factory=dict)
-    shape: dict[str, Any] = field(default_factory=dict)
     share: float = 0.0
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return self.part, self.operator, self.implementation, self.case, self.dtype
 
     @property
     def error(self) -> float:
@@ -241,21 +236,14 @@ def expected_attention(
 class Results:
     """What has been measured, in a file that is written anew after each row, so that a run that is cut off keeps it.
 
-    head: what the file says of machine and arguments. earlier: rows of other runs, which stay until measured again.
-    until: ``perf_counter()`` when no further case is begun.
+    head: what the file says of machine and arguments. until: ``perf_counter()`` when no further case is begun.
     """
 
-    def __init__(
-        self, path: Path, head: dict[str, Any], rates: dict[str, float], earlier: Iterable[Row], until: float
-    ) -> None:
+    def __init__(self, path: Path, head: dict[str, Any], rates: dict[str, float], until: float) -> None:
         self.path, self.head, self.rates, self.until = path, head, rates, until
-        self._rows = {row.key: row for row in earlier}
+        self.rows: list[Row] = []
         self.absent: dict[str, str] = {}
         self.failed: dict[str, str] = {}
-
-    @property
-    def rows(self) -> list[Row]:
-        return list(self._rows.values())
 
     @property
     def is_late(self) -> bool:
@@ -264,8 +252,7 @@ class Results:
     def add(self, row: Row) -> None:
         rate = self.rates.get("copy") if row.bytes else self.rates.get(row.dtype)
         row.share = max(row.bytes, row.flops) / row.seconds / rate if rate and row.seconds else 0.0
-        self._rows.pop(row.key, None)
-        self._rows[row.key] = row
+        self.rows.append(row)
         print(f"{row.operator} {row.implementation} {row.case}: {row.seconds * 1e6:.1f} us, {row.errors}",
               file=sys.stderr, flush=True)  # fmt: skip
         self.save()
@@ -277,8 +264,3 @@ class Results:
         unfinished = self.path.with_name(self.path.name + ".part")
         unfinished.write_text(json.dumps(result, indent=1, default=str) + "\n")
         os.replace(unfinished, self.path)
-
-
-def rows_of(path: Path) -> list[Row]:
-    """Rows of a file that ``Results`` wrote. Raises OSError, ValueError or TypeError where it is none."""
-    return [Row(**row) for row in json.loads(path.read_text())["rows"]]

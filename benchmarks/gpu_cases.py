@@ -137,7 +137,6 @@ def attention(
         bytes=size if shape.queries == 1 else 0,
         flops=0 if shape.queries == 1 else flops,
         errors=errors,
-        shape={"rows": rows, "entries": lengths[0], "live_bytes": caches.live_bytes} | vars(shape),
     )
 
 
@@ -265,7 +264,6 @@ def _write_codes(bench: Bench, caches: Caches) -> Row:
         bench.time(run, caches.copies),
         bytes=heads * count * (2 * d * 5 + 12),
         errors=errors,
-        shape={"units": caches.rows, "entries": count},
     )
 
 
@@ -313,7 +311,6 @@ def _peers(caches: Caches, shape: Attention, part: str, results: Results) -> Ite
             bytes=caches.live_bytes if shape.queries == 1 else 0,
             flops=0 if shape.queries == 1 else flops,
             errors={"output": found.error},
-            shape={"rows": rows, "entries": n, "live_bytes": caches.live_bytes} | vars(replace(shape, front=front)),
         )
 
 
@@ -362,7 +359,6 @@ def _prompt_scores(bench: Bench, caches: Caches, groups: int, num_queries: int, 
         bench.time(run, caches.copies),
         bytes=bench.heads * n * (bench.head_size * bench.dtype.itemsize + 16),
         errors={"scores": error},
-        shape={"entries": n} | vars(shape),
     )
 
 
@@ -381,7 +377,7 @@ def _repetition_scores(bench: Bench, caches: Caches, groups: int, num_queries: i
         return [scores]
 
     case = f"{num_queries} of {context} repeated, G {groups}"
-    return checked(bench, "scores", "score_repetition", case, caches, size, run, entries=caches.entries, groups=groups)
+    return checked(bench, "scores", "score_repetition", case, caches, size, run)
 
 
 Operation = Callable[[Any, int, Caches], Sequence[Tensor]]
@@ -399,13 +395,11 @@ def compared(caches: Caches, operation: Operation) -> float:
     return max(relative_error(one, other) for one, other in zip(*outcomes, strict=True))
 
 
-def checked(
-    bench: Bench, part: str, name: str, case: str, caches: Caches, size: int, operation: Operation, **shape: Any
-) -> Row:
+def checked(bench: Bench, part: str, name: str, case: str, caches: Caches, size: int, operation: Operation) -> Row:
     """Times Triton's operator after it has been compared with the reference."""
     error = compared(caches, operation)
     seconds = bench.time(lambda number: operation(triton, number, caches), caches.copies)
-    return Row(part, name, "triton", case, bench.dtype_name, seconds, size, 0, {"reference": error}, shape)
+    return Row(part, name, "triton", case, bench.dtype_name, seconds, size, 0, {"reference": error})
 
 
 def merges(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
@@ -441,8 +435,8 @@ def _merge(bench: Bench, caches: Caches, known: list[SequenceLayers], interval: 
         module.merge_entries(seq_layers, where.table, kept, tuple(metadata), Rows(targets, keys, values))
         return []
 
-    case, shape = f"{caches.rows} units x {n}, {interval} leave", {"units": caches.rows, "entries": n}
-    yield checked(bench, "merges", "merge_entries", case, caches, size, run, **shape)
+    case = f"{caches.rows} units x {n}, {interval} leave"
+    yield checked(bench, "merges", "merge_entries", case, caches, size, run)
 
 
 def _policies(
@@ -496,9 +490,8 @@ def policy_row(
 
     seconds = bench.time(run, caches.copies if is_interval else 1, captured=False)
     what = f"{len(requests)} x {n} to {budget}, {num_layers} layers"
-    shape = {"units": len(requests) * num_layers, "entries": n, "layers": num_layers, "policy": policy}
     part = "merges" if is_interval else "compaction"
-    return Row(part, "compaction", policy, what, bench.dtype_name, seconds, shape=shape)
+    return Row(part, "compaction", policy, what, bench.dtype_name, seconds)
 
 
 def compaction(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:
@@ -513,9 +506,8 @@ def compaction(bench: Bench, arguments: argparse.Namespace, results: Results) ->
         row = attention(bench, part, Attention(groups, 0, "none", chunk), "", "triton", triton.paged_attention)
         seconds, flops = seconds + layers * row.seconds, flops + layers * row.flops
         errors[f"output at {end}"] = row.error
-    shape = {"entries": n, "layers": layers, "groups": groups}
     case = f"prompt of {n} in chunks of {chunk}, {layers} layers, G {groups}"
-    yield Row("compaction", "prefill", "triton", case, bench.dtype_name, seconds, 0, flops, errors, shape)
+    yield Row("compaction", "prefill", "triton", case, bench.dtype_name, seconds, 0, flops, errors)
     whole = Attention(groups, 0, "none", n)
     problem = Problem(_first(caches, n, copies=2), whole.query(bench, 1), n, bench.head_size**-0.5)
     for found in timed([peer for peer in all_peers() if peer.name == "SDPA"], problem):
@@ -524,7 +516,7 @@ def compaction(bench: Bench, arguments: argparse.Namespace, results: Results) ->
         else:
             case = f"prompt of {n} at once, {layers} layers, G {groups}"
             yield Row("compaction", "prefill", found.name, case, bench.dtype_name, layers * found.seconds, 0,
-                      flops, {"output": found.error}, shape)  # fmt: skip
+                      flops, {"output": found.error})  # fmt: skip
     yield from _compact(bench, caches, n // 10)
     yield from _policies(bench, caches, arguments, results, max(n // 10, LEAST_BUDGET), is_interval=False)
 
@@ -569,7 +561,6 @@ def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
     for merged in (False, True):
         size = heads * budget * (2 * d * (4 + item if merged else 2 * item) + 20 + 16)
         case = f"{layers} layers x {n} to {budget}, {'new rows' if merged else 'moved'}"
-        shape = {"units": layers, "entries": n, "layers": layers, "merged": merged}
 
         def one_layer(module: Any, number: int, where: Caches, merged: bool = merged) -> Sequence[Tensor]:
             run(module, where, 0, 1, merged)
@@ -581,7 +572,7 @@ def _compact(bench: Bench, caches: Caches, budget: int) -> Iterator[Row]:
 
         errors = {"reference": compared(caches, one_layer)}
         seconds = bench.time(all_layers, 1, captured=False)
-        yield Row("compaction", "merge_entries", "triton", case, bench.dtype_name, seconds, size, 0, errors, shape)
+        yield Row("compaction", "merge_entries", "triton", case, bench.dtype_name, seconds, size, 0, errors)
 
 
 def entries(bench: Bench, arguments: argparse.Namespace, results: Results) -> Iterator[Row]:

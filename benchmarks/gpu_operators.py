@@ -10,8 +10,8 @@ scaled_dot_product_attention, and flash_attn where that is installed, gathered k
 with votes by score_mod.
 
 Parts, and about how long they may take (estimates): decode 3 minutes, coded 1, skewed 1, compaction 1, merges 1,
-prefill 1, peers 4, scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case begins;
-``--resume`` takes rows of an earlier file, so that several commands make up one. The file is written after every row.
+prefill 1, peers 4, scores and entries 1, float32 1. ``--only`` runs some; ``--minutes`` is when no further case begins.
+The file is written after every row.
 
 Without a GPU it exits with 2; ``--interpret`` runs tiny shapes in Triton's interpreter, whose times mean nothing.
 """
@@ -33,7 +33,7 @@ if any(importlib.util.find_spec(name) is None for name in ("torch", "triton", "n
     sys.exit("gpu_operators.py needs torch, triton, numpy and pydantic, of which not all are installed")
 
 import torch
-from gpu_bench import Bench, Results, Row, rows_of
+from gpu_bench import Bench, Results, Row
 from gpu_cases import PARTS
 from report import machine
 
@@ -47,7 +47,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further case is begun")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep this file's rows until measured again")
     parser.add_argument("--interpret", action="store_true", help="tiny shapes on the CPU; times mean nothing")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--head-size", type=int, default=128)
@@ -131,7 +130,6 @@ def main() -> int:
         arguments.seconds,
         arguments.repeats,
     )
-    earlier = rows_of(arguments.resume) if arguments.resume else []
     head: dict[str, Any] = {
         "machine": machine() | {"gpu": torch.cuda.get_device_name(device) if bench.is_gpu else None},
         "operators": triton.description(device),
@@ -140,7 +138,7 @@ def main() -> int:
     rates = {"copy": bench.bandwidth(), bench.dtype_name: bench.matrix_rate()}
     if "float32" in arguments.only:
         rates["float32"] = Bench(**{**vars(bench), "dtype": torch.float32}).matrix_rate()
-    results = Results(arguments.output, head, rates, earlier, until)
+    results = Results(arguments.output, head, rates, until)
     run_parts(bench, arguments, results)
     results.save()
     table(results.rows)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_kvmerge.demo.documents import DIGITS_PER_ANSWER, Prompt
-from vllm_kvmerge.evaluation.continuation import forced
+from vllm_kvmerge.evaluation.continuation import CONTINUATION
 from vllm_kvmerge.request.spec import FULL, compression
 
 if TYPE_CHECKING:
@@ -52,8 +52,13 @@ def continuation_loss(
 
     ``llm`` must have been made with ``logits_processors=[ForcedContinuation]``. policy: ``full`` for none.
     """
-    fields = {"policy": policy} | ({} if policy == FULL else {"budget": budget})
-    params = [forced(continuation, fields) for continuation in continuations]
+    from vllm import SamplingParams
+
+    extra = compression(policy, **({} if policy == FULL else {"budget": budget}))
+    common = {"temperature": 0, "ignore_eos": True, "logprobs": 0}
+    params = [
+        SamplingParams(max_tokens=len(one), extra_args=extra | {CONTINUATION: one}, **common) for one in continuations
+    ]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     losses = []
     for output, continuation in zip(outputs, continuations, strict=True):

@@ -47,12 +47,9 @@ def test_every_operator_is_checked(tmp_path):
 
 
 @pytest.mark.benchmarks
-def test_parts_are_chosen_and_added_to_an_earlier_file(tmp_path):
-    earlier = tmp_path / "earlier.json"
-    row = {"part": "decode", "operator": "x", "implementation": "triton", "case": "y", "dtype": "float32"}
-    earlier.write_text(json.dumps({"rows": [row | {"seconds": 1.0}]}))
-    found, _ = run(tmp_path, "--only", "scores", "--resume", earlier)
-    assert [row["operator"] for row in found["rows"]] == ["x", *["score_prompt_queries"] * 3, "score_repetition"]
+def test_parts_are_chosen(tmp_path):
+    found, _ = run(tmp_path, "--only", "scores")
+    assert [row["operator"] for row in found["rows"]] == [*["score_prompt_queries"] * 3, "score_repetition"]
     found, _ = run(tmp_path, "--only", "scores", "entries", "--minutes", "0")
     assert len(found["rows"]) == 1, "a case that was begun is finished"
     assert found["failed"] == {"time": "not complete: scores, entries"}
