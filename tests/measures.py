@@ -1,14 +1,18 @@
 """What tests measure on the demo model: recall and loss."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from vllm_kvmerge.demo import documents
 from vllm_kvmerge.demo.documents import DIGITS_PER_ANSWER, Prompt
+from vllm_kvmerge.demo.language import BOS, distinct_keys
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
 from vllm_kvmerge.request.spec import FULL, compression
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,25 @@ def evaluate(llm: "LLM", prompts: list[Prompt], policies: list[str], budget: int
     return scores
 
 
+def recall_document(rng: np.random.Generator, length: int, num_facts: int, num_questions: int) -> list[int]:
+    """``length`` token ids from ``<s>`` on: facts, and questions about some of them with their answers."""
+    keys = distinct_keys(rng)
+    facts = [documents.recall(rng, keys) for _ in range(num_facts)]
+    asked: list[int] = []
+    for fact in rng.integers(0, num_facts, num_questions):
+        question = facts[fact].questions[0]
+        asked += question.ask + question.answer
+    return [BOS, *documents.document(rng, length - 1 - len(asked), [fact.statements[0] for fact in facts]), *asked]
+
+
+def forced(continuation: list[int], fields: dict[str, Any]) -> "SamplingParams":
+    """Parameters of a request that generates ``continuation`` (token ids). fields: of ``kv_compression``."""
+    from vllm import SamplingParams
+
+    extra = compression(**fields) | {CONTINUATION: continuation}
+    return SamplingParams(temperature=0, max_tokens=len(continuation), ignore_eos=True, logprobs=0, extra_args=extra)
+
+
 def continuation_loss(
     llm: "LLM", prompts: list[list[int]], continuations: list[list[int]], policy: str, budget: int | float
 ) -> list[list[float]]:
@@ -52,13 +75,8 @@ def continuation_loss(
 
     ``llm`` must have been made with ``logits_processors=[ForcedContinuation]``. policy: ``full`` for none.
     """
-    from vllm import SamplingParams
-
-    extra = compression(policy, **({} if policy == FULL else {"budget": budget}))
-    common = {"temperature": 0, "ignore_eos": True, "logprobs": 0}
-    params = [
-        SamplingParams(max_tokens=len(one), extra_args=extra | {CONTINUATION: one}, **common) for one in continuations
-    ]
+    fields = {"policy": policy} | ({} if policy == FULL else {"budget": budget})
+    params = [forced(continuation, fields) for continuation in continuations]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     losses = []
     for output, continuation in zip(outputs, continuations, strict=True):
