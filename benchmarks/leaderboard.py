@@ -415,7 +415,10 @@ def page(cells: list[Cell], found: Recommendations) -> str:
         lines += section("##", f"real-{case}", MODEL, case)
     others = sorted({cell.model for cell in cells} - {MODEL})
     for heading, places in (
-        (OTHERS, [(run, model, case) for model in others for case in TITLES for run in (f"real-{case}", "real-hybrid")]),
+        (
+            OTHERS,
+            [(run, model, case) for model in others for case in TITLES for run in (f"real-{case}", "real-hybrid")],
+        ),
         (LONGER, [("real-4096", MODEL, case) for case in TITLES]),
         (HELD_OUT, [("real-held-out", MODEL, case) for case in TITLES]),
     ):
