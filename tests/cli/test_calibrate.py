@@ -3,13 +3,16 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoTokenizer
 
 from tests.cli.conftest import refusal
 from tests.engine.test_repetition import dense_scores
+from tests.random_model import write_gemma
 from vllm_kvmerge import demo
 from vllm_kvmerge.cli import main
+from vllm_kvmerge.demo.handbook import document
 from vllm_kvmerge.demo.recall import draw_prompt
 from vllm_kvmerge.engine.head_budgets import read_head_budgets
 from vllm_kvmerge.policies.head_budgets import measured_shares
@@ -33,6 +36,18 @@ def test_the_file_says_what_heads_get_of_kvzips_scores(tmp_path, capsys):
     assert found.fingerprint == shipped.fingerprint and found.shape == shipped.shape == (4, 2)
     shares = np.array([found.shares, shipped.shares]).reshape(2, -1)
     assert np.allclose(shares.mean(1), 1.0, atol=1e-3) and np.corrcoef(shares)[0, 1] > 0.85
+
+
+def test_layers_with_windows_do_not_compete(tmp_path):
+    """They are not compressed."""
+    model, path = write_gemma(tmp_path / "gemma"), tmp_path / "heads.json"
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": document()}) + "\n")
+    command = ["calibrate", str(model), "--max-tokens", "300", "--texts", str(tmp_path / "texts.jsonl")]
+    assert main([*command, "--output", str(path)]) == 0
+    shares = np.array(read_head_budgets(str(path)).shares)
+    sees_all = np.arange(6) % 3 == 2
+    assert (shares[~sees_all] == 1).all() and (shares[sees_all] != 1).any()
+    assert shares[sees_all].mean() == pytest.approx(1.0, abs=2e-3)
 
 
 def test_what_is_refused(tmp_path, capsys):

@@ -23,12 +23,14 @@ from vllm_kvmerge.errors import CommandError
 @dataclass(frozen=True)
 class Source:
     """Where a model comes from. packages: those whose largest files, one after the other, are the GGUF file. sha256: of
-    that file. hub: its name on the Hugging Face hub."""
+    that file. hub: its name on the Hugging Face hub. adds_bos: texts begin with the tokenizer's BOS token, which
+    Transformers does not read from GGUF files."""
 
     packages: tuple[str, ...]
     sha256: str
     hub: str
     licence: str
+    adds_bos: bool = False
 
 
 def _parts(name: str, count: int, version: str) -> tuple[str, ...]:
@@ -59,6 +61,7 @@ SOURCES = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         "google/gemma-3-270m",
         "Gemma Terms of Use",
+        adds_bos=True,
     ),
 }
 
@@ -78,7 +81,7 @@ def folder(name: str) -> str:
         with tempfile.TemporaryDirectory(dir=cache) as work:
             made = Path(work) / "made"
             try:
-                _convert(_fetch(source, Path(work)), made)
+                _convert(_fetch(source, Path(work)), made, source.adds_bos)
             except CommandError as error:
                 _download(source, made, error)
             if not found.exists():  # another process may have been faster
@@ -114,7 +117,7 @@ def _append(package: str, work: Path, file: BinaryIO) -> None:
                 shutil.copyfileobj(part, file, 1 << 24)
 
 
-def _convert(path: Path, made: Path) -> None:
+def _convert(path: Path, made: Path, adds_bos: bool) -> None:
     """Writes the folder of a GGUF file, in bfloat16."""
     try:
         import accelerate  # noqa: F401, which Transformers needs for it
@@ -122,10 +125,14 @@ def _convert(path: Path, made: Path) -> None:
     except ImportError as error:
         raise CommandError(f"{error}: pip install 'vllm-kvmerge[models]'") from None
     import torch
+    from tokenizers.processors import TemplateProcessing
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where, name = str(path.parent), path.name
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
+    if adds_bos:
+        bos = tokenizer.bos_token, tokenizer.bos_token_id
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{bos[0]} $A", None, [bos])
     with contextlib.redirect_stderr(io.StringIO()):  # bars of progress
         loaded = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
     # A model of its own: the loaded one remembers that it was quantised.
