@@ -13,7 +13,7 @@
 # make fuzz    Schemathesis over the OpenAPI document of a real server: CASES requests; minutes
 # make test-gpu-code  more of the code for GPUs, compiled for more of them or interpreted, without one; half an hour
 # make test-benchmarks  each benchmark once, small, and what it compares with
-# make demo-model  trains the demo model again, into build/demo-model/$(SIZE); run it again to go on after an interruption
+# make demo-model  trains the demo model again, into build/demo-model, in an hour; run it again to go on after an interruption
 # make cuda    the operators in CUDA C++, for a machine with a GPU (needs nvcc)
 # make dist    a source distribution and a wheel for PyPI in dist/, built, repaired and checked with their own tools
 # make try-wheel  after make dist: its wheel, installed in an environment of its own, serves; minutes, 1 GB
@@ -31,7 +31,6 @@
 # PYTHON=CMD     the Python (3.11 or newer) that a new environment is made with
 # TORCH_INDEX=URL  where pip finds CPU builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
 # MODEL=demo     what make serve serves; SmolLM2 unless told, or where that cannot be fetched the demo model
-# SIZE=large     of the demo model to train: small (an hour on one CPU core) or large (for a GPU)
 # OPERATIONS=N   of make machine; 100000 unless told
 # REQUESTS=N     of make stress; 10000 unless told
 # CASE=N         of make reliability
@@ -50,7 +49,6 @@ CASE ?=
 CASES ?= 10000
 PORT ?= 8000
 MODEL ?= smollm2
-SIZE ?= small
 ARGS ?=
 # Without AVX-512 vLLM multiplies bfloat16 matrices several times slower than float32.
 DTYPE := $(if $(shell grep -s -m 1 avx512f /proc/cpuinfo),,--dtype float32)
@@ -180,7 +178,7 @@ fuzz: setup
 
 
 demo-model: setup
-	$(BIN)/python -m vllm_kvmerge.demo.train --size $(SIZE) --output build/demo-model/$(SIZE) $(ARGS)
+	$(BIN)/python -m vllm_kvmerge.demo.train --output build/demo-model $(ARGS)
 
 cuda: setup
 	$(BIN)/python csrc/cuda/build.py

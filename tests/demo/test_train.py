@@ -48,10 +48,9 @@ def test_the_exported_folder_loads(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)).split() == text.split()
 
 
-@pytest.mark.parametrize("size", train.SIZES.values(), ids=train.SIZES)
-def test_the_planted_circuit_copies_without_training(size):
+def test_the_planted_circuit_copies_without_training():
     torch.manual_seed(0)
-    model = train.build_model(size)
+    model = train.build_model(train.SHIPPED)
     rng = np.random.default_rng(0)
     documents = [[language.BOS, *language.plain_text(rng, 20)] for _ in range(4)]
     tokens = torch.tensor([document + document[1:] for document in documents])

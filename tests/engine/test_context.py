@@ -6,9 +6,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conftest import MAX_MODEL_LEN, random_prompt, run
-from tests.measures import continuation_loss
+from tests.measures import continuation_loss, recall_document
 from vllm_kvmerge import compression
-from vllm_kvmerge.demo import recall
 from vllm_kvmerge.evaluation.continuation import CONTINUATION
 from vllm_kvmerge.policies import PRESETS
 from vllm_kvmerge.request.spec import parse_compression
@@ -40,7 +39,7 @@ def losses(engine, request):
     Many policies at once; under "full" twice what they are without a policy.
     """
     rng = np.random.default_rng(21)
-    document = recall.training_sample(rng, CONTEXT + QUESTION + ANSWER, 12, 13)[0].tolist()
+    document = recall_document(rng, CONTEXT + QUESTION + ANSWER, 12, 13)
     parameters = {"budget": 150, "interval": 30}
 
     def params(policy, forced, max_tokens, **more):
@@ -163,7 +162,7 @@ def test_log_probabilities_of_the_prompt(engine):
     """Those of the context are full attention's; those of the question say what the policy lost."""
     rng = np.random.default_rng(34)
     context, length = 700, 900
-    prompt = recall.training_sample(rng, length, 12, 20)[0].tolist()
+    prompt = recall_document(rng, length, 12, 20)
 
     def logprobs(params: SamplingParams) -> np.ndarray:
         rows = engine.generate([prompt], params)[0].prompt_logprobs

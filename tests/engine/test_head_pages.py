@@ -7,9 +7,9 @@ from vllm import SamplingParams
 from tests.demo_model import BLOCK_SIZE, BYTES_PER_BLOCK
 from tests.engine.conftest import preempting, random_prompt
 from tests.engine.worker.test_head_pages import POLICIES
+from tests.measures import forced
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.engine.worker.compression import Compression
-from vllm_kvmerge.evaluation.continuation import forced
 from vllm_kvmerge.ops.coded import slots_of
 from vllm_kvmerge.request.spec import parse_compression
 

@@ -7,11 +7,10 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.conftest import random_prompt, run
+from tests.measures import forced, recall_document
 from vllm_kvmerge import compression
-from vllm_kvmerge.demo import recall
 from vllm_kvmerge.engine.usage import REPORT_KEY, USAGE_KEY
 from vllm_kvmerge.engine.worker.external import ExternalCache
-from vllm_kvmerge.evaluation.continuation import forced
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:
@@ -25,7 +24,7 @@ def logprobs_of(output, tokens: list[int]) -> list[float]:
 
 def test_a_refresh_is_the_compression_of_all_tokens_as_a_prompt(engine):
     """Up to the refresh at 340 tokens nothing is lost, so keys and values are those of the full model."""
-    document = recall.training_sample(np.random.default_rng(31), 400, 6, 8)[0].tolist()
+    document = recall_document(np.random.default_rng(31), 400, 6, 8)
     policies, prompts, params = ["keepkv", "h2o", "zsmerge", "weightedkv", "pyramidkv"], [], []
     for policy in policies:
         fields = {"policy": policy, "budget": 250, "interval": 500, "decode": "bounded", "score_window": 32}

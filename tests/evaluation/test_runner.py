@@ -132,7 +132,7 @@ def test_scores_that_cannot_be_had(tmp_path, monkeypatch):
 
 def test_agreement(tmp_path):
     """It is asked of compressed answers alone, and fails where it was skipped."""
-    config = small_config(tmp_path, tasks=[{"task": "demo_repetition", "metric": "agreement"}], samples=1)
+    config = small_config(tmp_path, tasks=[{"task": "ngram_repetition", "metric": "agreement"}], samples=1)
     some = {"agrees": [True, False, True, True], "log_probs": [-2.0, -1.0, 0.0, 0.0], "tokens": 9}
 
     def answer(index, request):

@@ -1,5 +1,5 @@
-"""The programs of docs/tutorials.md against real servers of SmolLM2: they print what the page says, but for answers that
-depend on the processor's arithmetic."""
+"""The programs of docs/tutorials.md against real servers of SmolLM2: they print what the page says, but for answers
+that depend on the processor's arithmetic."""
 
 import json
 import re

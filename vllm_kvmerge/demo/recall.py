@@ -10,26 +10,6 @@ import sys
 import numpy as np
 
 from vllm_kvmerge.demo import documents
-from vllm_kvmerge.demo.documents import DIGITS_PER_ANSWER
-from vllm_kvmerge.demo.language import BOS, distinct_keys
-
-__all__ = ["DIGITS_PER_ANSWER", "draw_prompt", "training_sample"]
-
-
-def training_sample(
-    rng: np.random.Generator, length: int, num_facts: int, num_questions: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """``[length]`` token ids from ``<s>`` on, and a ``[length]`` bool mask of the answer tokens (digits, ``</s>``)."""
-    keys = distinct_keys(rng)
-    facts = [documents.recall(rng, keys) for _ in range(num_facts)]
-    asked: list[int] = []
-    is_answer: list[bool] = []
-    for fact in rng.integers(0, num_facts, num_questions):
-        question = facts[fact].questions[0]
-        asked += question.ask + question.answer
-        is_answer += [False] * len(question.ask) + [True] * len(question.answer)
-    body = documents.document(rng, length - 1 - len(asked), [fact.statements[0] for fact in facts])
-    return np.array([BOS, *body, *asked]), np.array([False] * (1 + len(body)) + is_answer)
 
 
 def draw_prompt(rng: np.random.Generator, length: int, num_facts: int) -> documents.Prompt:

@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch: ``python -m vllm_kvmerge.demo.train --output DIR [--size large]``.
+"""Trains the demo model from scratch: ``python -m vllm_kvmerge.demo.train --output DIR``.
 
 Needs PyTorch, Transformers and Tokenizers, and no vLLM. Every few minutes the state goes to the folder ``stages`` of
 the output, so that an interrupted run goes on where it stopped, to the same weights; each finished stage leaves in the
@@ -78,16 +78,10 @@ class Size:
         return self.stages[int(rng.integers(stage)) if earlier else stage]
 
 
-SIZES = {
-    "small": Size(
-        layers=4, width=256, intermediate=640, kv_heads=2, tokens_per_step=4_096, learning_rate=1.5e-3,
-        stages=(Stage(256, 500), Stage(512, 400), Stage(1_024, 350), Stage(2_048, 180), Stage(4_096, 70)),
-    ),
-    "large": Size(
-        layers=8, width=512, intermediate=1_536, kv_heads=4, tokens_per_step=65_536, learning_rate=1e-3,
-        stages=(Stage(256, 600), Stage(512, 600), Stage(1_024, 600), Stage(2_048, 400), Stage(4_096, 300)),
-    ),
-}  # fmt: skip
+SHIPPED = Size(
+    layers=4, width=256, intermediate=640, kv_heads=2, tokens_per_step=4_096, learning_rate=1.5e-3,
+    stages=(Stage(256, 500), Stage(512, 400), Stage(1_024, 350), Stage(2_048, 180), Stage(4_096, 70)),
+)  # fmt: skip
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -324,13 +318,12 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="for work on the CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    Trainer(SIZES[arguments.size], arguments.output, arguments.seed, arguments.device).run()
+    Trainer(SHIPPED, arguments.output, arguments.seed, arguments.device).run()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ Share = Annotated[float, Field(gt=0.0, le=64.0)]
 
 
 class HeadBudgets(BaseModel):
-    """What each head needs. shares: ``[layers, KV heads]``, in units of the average budget of layers that see all tokens;
-    1 in others. fingerprint: of the model (``engine.surrogate.fingerprint``)."""
+    """What each head needs. shares: ``[layers, KV heads]``, in units of the average budget of layers that see all
+    tokens; 1 in others. fingerprint: of the model (``engine.surrogate.fingerprint``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

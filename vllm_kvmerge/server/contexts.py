@@ -21,7 +21,7 @@ from vllm_kvmerge.engine.saved_contexts import SavedContexts
 from vllm_kvmerge.engine.validation import KEEPS_CONTEXT
 from vllm_kvmerge.request.proof import Chosen
 from vllm_kvmerge.request.spec import EXTRA_ARGS_KEY as FIELD
-from vllm_kvmerge.request.spec import FULL, KEPT_CONTEXT, CompressionError, parse_compression
+from vllm_kvmerge.request.spec import FULL, CompressionError, parse_compression
 from vllm_kvmerge.server.auto_budget import ANSWERED, Ask, AutoBudget, ask_of, auto_budget, choose
 from vllm_kvmerge.server.body import Refusal, as_refusal
 from vllm_kvmerge.server.messages import (
@@ -43,8 +43,6 @@ CHECKED_APP = "kvmerge_app"
 
 NOT_OF_CONTEXTS = ("context_tokens", "context_messages", "reuse", "refresh")
 """Fields that say what a request does with its context, or need what is gone with the request that made the context."""
-
-NAMED = f"{FIELD}.{KEPT_CONTEXT}"
 
 NO_ANSWER = {"add_generation_prompt": False}
 """Of ``/tokenize``: messages alone."""

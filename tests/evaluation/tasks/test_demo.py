@@ -10,11 +10,7 @@ from vllm_kvmerge.evaluation.tasks import demo
 from vllm_kvmerge.evaluation.tasks.base import Completion
 
 TOKENIZER = build_tokenizer()
-ANSWERING = [
-    demo.DemoRecall(length=400, facts=12), demo.DemoMultikey(length=400), demo.DemoMultivalue(length=400),
-    demo.DemoVariables(length=400), demo.DemoCounting(length=400, asks="count"), demo.DemoCounting(length=400),
-    demo.DemoCopying(length=400), demo.DemoLists(length=400, items=20),
-]  # fmt: skip
+ANSWERING = [demo.DemoRecall(length=400, facts=12), demo.DemoMultikey(length=400)]
 
 
 def samples(task, count=20, seed=3):
@@ -25,7 +21,7 @@ def score(task, sample, words) -> float:
     return task.score(sample, Completion(" " + " ".join(words)))
 
 
-@pytest.mark.parametrize("task", ANSWERING, ids=lambda task: f"{task.name}-{getattr(task, 'asks', '')}")
+@pytest.mark.parametrize("task", ANSWERING, ids=lambda task: task.name)
 def test_samples_and_scores(task):
     drawn = samples(task)
     assert drawn == samples(task) and drawn != samples(task, seed=4)
@@ -36,8 +32,7 @@ def test_samples_and_scores(task):
         assert sample.max_tokens == len(words) + 1
         assert score(task, sample, words) == 1.0
         assert score(task, sample, []) == 0.0
-        wrong = ["sun" if word != "." else word for word in words]
-        assert score(task, sample, wrong) == 0.0
+        assert score(task, sample, ["sun"] * len(words)) == 0.0
         assert 0 <= score(task, sample, words[: len(words) // 2]) < 1
 
 
@@ -48,17 +43,8 @@ def flawed(words: list[str], place: int) -> list[str]:
 @pytest.mark.parametrize(
     ("number", "given", "worth"),
     [
-        # The whole answer and no more is wanted of these three.
-        *((number, lambda words: [*words, "."], 0.0) for number in (0, 4, 5)),
+        (0, lambda words: [*words, "."], 0.0),  # the whole answer and no more is wanted
         (1, lambda words: flawed(words, 1), 0.75),  # a digit of the first of four facts
-        (2, lambda words: flawed(words, 0), 0.75),
-        (2, lambda words: words[:1], 0.25),
-        (3, lambda words: flawed(words, 3), 0.75),
-        (3, lambda words: words[1:], 0.0),
-        (6, lambda words: flawed(words, 12), 15 / 16),
-        (7, lambda words: [*words[:10], *words[15:]], 2 / 20),  # an item left out puts all others off
-        (7, lambda words: flawed(words, 12), 19 / 20),
-        (7, lambda words: words[:52], 10 / 20),
     ],
 )
 def test_what_part_of_an_answer_counts(number, given, worth):
@@ -90,7 +76,6 @@ def test_text():
     [
         (demo.DemoRecall(length=100), "length: 100 tokens cannot hold"),
         (demo.DemoMultikey(facts=2, asked=3), "asked: 3 facts of 2"),
-        (demo.DemoCopying(length=60), "length: 60 tokens cannot hold"),
         (demo.DemoRecall(length=40, facts=1, asked_in=0.1), "asked_in: no fact begins in the last 0.1 of 40 tokens"),
     ],
 )
@@ -103,13 +88,3 @@ def test_the_fact_asked_for_is_near_the_end():
     for sample in samples(demo.DemoRecall(length=400, facts=12, asked_in=0.2), count=20):
         words = sample.prompt.split()
         assert words.index(words[-1]) >= 320 and words.count(words[-1]) == 2
-
-
-def test_repetition_of_what_is_continued():
-    task = demo.DemoRepetition(length=200, max_tokens=24, n=4)
-    drawn = samples(task, count=3)
-    assert len({sample.prompt for sample in drawn}) == 3
-    assert all(len(TOKENIZER.encode(sample.prompt)) == 200 and sample.max_tokens == 24 for sample in drawn)
-    assert task.score(drawn[0], Completion("a b c d e f g h")) == 0.0
-    # Nine 4-grams, of which the first four are all there are.
-    assert task.score(drawn[0], Completion(" ".join("abcd" * 3))) == pytest.approx(5 / 9)

@@ -1,14 +1,13 @@
-"""Questions that the demo model was trained to answer, about randomly generated facts, lists and text."""
+"""Questions that the demo model was trained to answer, about randomly generated facts, and its plain text."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from vllm_kvmerge.demo import documents
-from vllm_kvmerge.demo.language import NUM_KEYS, NUMBER_WORDS, plain_text, words_of
+from vllm_kvmerge.demo.language import NUM_KEYS, plain_text, words_of
 from vllm_kvmerge.evaluation.tasks.base import Completion, Sample, Task, Tokenizer, register
-from vllm_kvmerge.evaluation.tasks.repetition import repetition
 
 
 class DemoTask(Task):
@@ -77,86 +76,6 @@ class DemoMultikey(DemoTask):
 
 
 @register
-class DemoMultivalue(DemoTask):
-    """All values of one of several keys."""
-
-    name = "demo_multivalue"
-    metric = "share of values that are right"
-    keys: Annotated[int, Field(ge=1, le=NUM_KEYS, description="Keys per prompt.")] = 4
-    values: Annotated[int, Field(ge=1, le=len(NUMBER_WORDS), description="Values per key.")] = 4
-
-    def draw(self, rng: np.random.Generator) -> documents.Prompt:
-        return documents.draw_prompt(rng, "multivalue", self.length, self.keys, values=self.values)
-
-    def parts(self, words: list[str]) -> list[Any]:
-        return [part.split()[-1:] for part in " ".join(words).split(",")]
-
-
-@register
-class DemoVariables(DemoTask):
-    """All variables that hold one of several values; each but the first was set from another."""
-
-    name = "demo_variables"
-    metric = "share of variables that are right"
-    chains: Annotated[int, Field(ge=1, le=51, description="Values, each with its own variables.")] = 4
-    hops: Annotated[int, Field(ge=1, le=4, description="Variables that hold each value.")] = 4
-
-    def draw(self, rng: np.random.Generator) -> documents.Prompt:
-        return documents.draw_prompt(rng, "variables", self.length, self.chains, hops=self.hops)
-
-    def parts(self, words: list[str]) -> list[Any]:
-        return words
-
-
-@register
-class DemoCounting(DemoTask):
-    """The number of times that a word is marked, or the word that is marked most."""
-
-    name = "demo_counting"
-    metric = "exact match"
-    words: Annotated[int, Field(ge=2, le=4, description="Different words that are marked.")] = 4
-    asks: Annotated[Literal["count", "most"], Field(description="For the count of a word, or for the word.")] = "most"
-    margin: Annotated[int, Field(ge=1, le=documents.MAX_COUNT - 1, description="Of the word marked most.")] = 2
-
-    def draw(self, rng: np.random.Generator) -> documents.Prompt:
-        if self.asks == "count":
-            return documents.draw_prompt(rng, "counting", self.length, words=self.words)
-        return documents.draw_prompt(rng, "most", self.length, words=self.words, margin=self.margin)
-
-
-@register
-class DemoCopying(DemoTask):
-    """One of several spans of plain text, word by word."""
-
-    name = "demo_copying"
-    metric = "share of words that are right"
-    spans: Annotated[int, Field(ge=1, le=NUM_KEYS, description="Spans per prompt.")] = 4
-    span: Annotated[int, Field(ge=1, le=24, description="Words of a span.")] = 16
-
-    def draw(self, rng: np.random.Generator) -> documents.Prompt:
-        return documents.draw_prompt(rng, "copying", self.length, self.spans, span=self.span)
-
-    def parts(self, words: list[str]) -> list[Any]:
-        return words
-
-
-@register
-class DemoLists(DemoTask):
-    """A numbered list that goes on for hundreds of tokens and goes round the words of a cycle."""
-
-    name = "demo_lists"
-    metric = "share of items that are right"
-    period: Annotated[int, Field(ge=2, le=6, description="Words of the cycle.")] = 4
-    items: Annotated[int, Field(ge=1, le=documents.LAST_ITEM - 1, description="Items to be written.")] = 60
-
-    def draw(self, rng: np.random.Generator) -> documents.Prompt:
-        return documents.draw_prompt(rng, "lists", self.length, period=self.period, items=self.items, first=1)
-
-    def parts(self, words: list[str]) -> list[Any]:
-        return [item.split() for item in " ".join(words).removesuffix(".").split(".")]
-
-
-@register
 class DemoText(Task):
     """Prediction of plain text that goes on for a while."""
 
@@ -179,25 +98,3 @@ class DemoText(Task):
 
     def score(self, sample: Sample, completion: Completion) -> float:
         return -sum(completion.logprobs) / len(completion.logprobs)
-
-
-@register
-class DemoRepetition(Task):
-    """Plain text to be continued, greedily, and how much of the continuation is repetition: ``ngram_repetition`` in
-    the demo model's language. Less is better, but noise hardly repeats itself."""
-
-    name = "demo_repetition"
-    source = "MorphKV, arXiv 2503.00979, table 5; vllm_kvmerge.demo.language"
-    metric = "share of repeated n-grams"
-    higher_is_better = False
-
-    length: Annotated[int, Field(ge=16, description="Tokens of the prompt.")] = 512
-    max_tokens: Annotated[int, Field(ge=1, description="After which the continuation is cut off.")] = 512
-    n: Annotated[int, Field(ge=1, description="Words of an n-gram.")] = 10
-
-    def samples(self, count: int, seed: int, tokenizer: Tokenizer) -> list[Sample]:
-        texts = (plain_text(np.random.default_rng((seed, index)), self.length - 1) for index in range(count))
-        return [Sample(words_of(text), "", [], self.max_tokens) for text in texts]
-
-    def score(self, sample: Sample, completion: Completion) -> float:
-        return repetition(completion.text, self.n)
