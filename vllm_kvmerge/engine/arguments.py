@@ -96,7 +96,8 @@ class PluginConfig(BaseModel):
     head_budgets: str | None = None
     """File of the budgets of the model's heads, which vllm-kvmerge calibrate writes, for the policy calibrated, which
     requests that name no policy then get where it is the best; vllm-kvmerge serve takes the names of models whose files
-    ship: demo, smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b. Default: none, and the policy is refused."""
+    ship: demo, smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, gemma3-270m. Default: none, and the policy is
+    refused."""
 
     shared_contexts: bool = True
     """Whether compressed contexts stay in the prefix cache, if there is one, for later requests with the same context
