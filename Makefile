@@ -6,6 +6,7 @@
 # make docs    the documentation's site, into build/site, with its links checked, after its generated pages
 # make test-levels  the tests of vLLM's operators with each of vLLM's libraries of them that this processor can run, but
 #               for the one that vLLM takes here, and so make test
+# make test-deaths  servers whose processes are killed      make test-soak  50,000 merges, 20,000 tokens; minutes each
 # make machine  random schedules on the scheduler and its blocks, without a model: OPERATIONS of them; minutes
 # make stress  REQUESTS of every policy in an engine whose freed blocks are NaN, each compared with its answer alone
 # make mutants  faults planted in the product, of tests/mutants/*.yaml, each of which a test must find; hours, in pieces
