@@ -71,6 +71,20 @@ def test_a_default_stays_until_another_is_better():
         assert [row.policy for row in ranked_for_default(rows, {"h2o"})] == ["kvzip", *ranked]
 
 
+def test_the_page_has_every_run_with_prompts_enough(tmp_path, monkeypatch):
+    """Those of other models and of longer prompts too. Of the page, headings: how figures are rounded may differ."""
+    shown = re.findall("^##.*", leaderboard.PAGE.read_text(), re.MULTILINE)
+    for name in ("SCORES", "PAGE", "TABLE", "PLOT"):
+        path = tmp_path / getattr(leaderboard, name).name
+        path.write_bytes(getattr(leaderboard, name).read_bytes())
+        monkeypatch.setattr(leaderboard, name, path)
+    monkeypatch.setattr(sys, "argv", ["leaderboard.py"])
+    leaderboard.main()
+    assert re.findall("^##.*", leaderboard.PAGE.read_text(), re.MULTILINE) == shown
+    for heading in ("known: gemma3-270m, 8", "later: qwen2.5-coder-1.5b, 12", "later: qwen2.5-coder-0.5b, 8"):
+        assert any(f"{heading} prompts" in one for one in shown)
+
+
 def test_fewer_bits_are_drawn_by_what_they_hold_and_score(tmp_path, monkeypatch):
     monkeypatch.setattr(leaderboard, "PLOT", tmp_path / "fronts.svg")
     full = replace(cell("full", "one", [1.0, 1.0]), run="fronts-later")
